@@ -71,8 +71,7 @@ def by_pair(english: Records, backwards=False) -> dict[str, Records]:
     split_texts = []
     for split, sentences in paired:
         for sentence in sentences:
-            for text in cut(sentence, names, rng):
-                split_texts.append((tuple(text), split))
+            split_texts += [(tuple(text), split) for text in cut(sentence, names, rng)]
     rng.shuffle(split_texts)
     texts = defaultdict(list)
     for text, split in dict(split_texts).items():  # each text once, so that it is in one split only
@@ -108,9 +107,8 @@ def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
 
 
 def split_sentences(text: str) -> list[str]:
-    text = text.encode("ascii", "ignore").decode()
-    text = " ".join(text.split())
-    return re.split(r"(?<=[.!?:;]) ", text)
+    words = text.encode("ascii", "ignore").decode().split()
+    return re.split(r"(?<=[.!?:;]) ", " ".join(words))
 
 
 def size(document: Document) -> int:
@@ -119,8 +117,7 @@ def size(document: Document) -> int:
 
 def deal_documents(documents: list[Document]) -> list[list[Document]]:
     """The documents of each language and, last, for pairs: dealt longest first, each to the least filled share."""
-    part = (1 - PAIRED) / len(LANGUAGES)
-    parts = [part] * len(LANGUAGES) + [PAIRED]
+    parts = [(1 - PAIRED) / len(LANGUAGES)] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
     filled = {split: [0.0] * len(parts) for split in SPLITS}
     for document in sorted(documents, key=size, reverse=True):

@@ -178,8 +178,7 @@ def read_parquet(path: Path) -> Iterator[str]:
 
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=64, columns=["text"]):
-            texts = batch["text"].cast("large_string").to_pylist()
-            yield from (text or "" for text in texts)
+            yield from (text or "" for text in batch["text"].cast("large_string").to_pylist())
     except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file raises any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
@@ -227,5 +226,4 @@ def sha256(path: Path) -> str:
 def checksum(meta: dict) -> str:
     """A hash of the data: of every file, every count and the tokenizer, but not of their origin."""
     data = {key: meta[key] for key in meta.keys() - {"name", "source", "versions", "checksum"}}
-    text = json.dumps(data, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

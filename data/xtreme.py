@@ -102,8 +102,7 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     if not valid:
         parts = {"train": [], "valid": []}
         for example in train:
-            split = split_of(" ".join(example.texts), valid=0.1, test=0.0)
-            parts[split].append(example)
+            parts[split_of(" ".join(example.texts), valid=0.1, test=0.0)].append(example)
         train, valid = parts.values()
     if not train or not valid:
         raise ValueError(f"too few English training examples of {task} to hold out a development set")
@@ -113,9 +112,8 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
 
 def laboratory(task) -> dict[str, Sets]:
     """split -> language -> the examples of a task in ciphers"""
-    splits = {}
+    splits = defaultdict(dict)
     for split, plain in cipher_tasks.read(task).items():
-        splits[split] = {}
         for language in languages_of(task, split):
             examples = enumerate(cipher_tasks.in_language(one, language) for one in plain)
             splits[split][language] = [Example(str(number), *example) for number, example in examples]
@@ -263,16 +261,14 @@ def read_labels(path: Path, labels: tuple) -> Parsed:
     """
     for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
-        if len(cells) == 2:
-            cells.append("")
-        if len(cells) != 3:
+        if len(cells) not in (2, 3):
             yield "a line that is not two sentences and a label"
             continue
-        *texts, label = cells
+        one, two, label = (*cells, "")[:3]
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
             yield f"the unknown label {label!r}"
-        yield Example("", tuple(texts), label or None)
+        yield Example("", (one, two), label or None)
 
 
 FORMATS = {  # kind of task -> the suffixes of its files, and their reader
@@ -290,9 +286,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
     kind, file = TASKS[task].kind, f"{TASKS[task].folder or task}/test-{language}"
     if kind == "answer":
         return f"{file}.json", dict(zip([example.id for example in examples], predicted))
-    lines = [*predicted, ""]
-    if kind == "tags":
-        lines = chain.from_iterable([*tags, ""] for tags in predicted)
+    lines = chain.from_iterable([*tags, ""] for tags in predicted) if kind == "tags" else [*predicted, ""]
     return f"{file}.tsv", "\n".join(lines)
 
 
@@ -314,10 +308,8 @@ def from_hub(task, split, language) -> Parsed:
     prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for row in rows:
         if kind == "tags":
-            column = f"{task}_tags"
-            names = data.features[column].feature.names
-            tags = [names[tag] for tag in row[column]]
-            yield Example("", tuple(row["tokens"]), tags)
+            names = data.features[f"{task}_tags"].feature.names
+            yield Example("", tuple(row["tokens"]), [names[tag] for tag in row[f"{task}_tags"]])
         elif kind == "answer":
             if row["id"].startswith(prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])

@@ -84,8 +84,6 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
 
 
 class NanoXMoEModel(Model):
-    """An encoder without a head."""
-
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         self.encoder = network(Encoder, config)
