@@ -335,8 +335,6 @@ class TranslationData(Prepared):
     the same number of pairs, divided among the language pairs by `probabilities`: a large language pair continues in
     the next pass, a small one repeats within a pass. Pairs in which a text has more than block_size tokens, `</s>`
     included, are excluded from training and from losses, and counted in `left_out`.
-
-    Raises ValueError if a language pair lacks `target`, or all its training pairs or all pairs of a split are too long.
     """
 
     exponent: float = 1.0
@@ -382,8 +380,7 @@ class TranslationData(Prepared):
         rng, fitting = self.random(PASS, split, number), self.fitting[split]
         sizes = np.array(list(map(len, fitting)))
         shares = probabilities(sizes, sizes, self.exponent)
-        counts = np.rint(shares * sizes.sum())
-        counts = np.maximum(counts, sizes > 0).astype(np.int64)
+        counts = np.maximum(np.rint(shares * sizes.sum()), sizes > 0).astype(np.int64)
         drawn = []
         for numbers, count in zip(fitting, counts):
             turns = np.arange(number * count, (number + 1) * count)

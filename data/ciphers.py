@@ -53,11 +53,9 @@ def by_language(english: Records, backwards=False) -> dict[str, Records]:
     """Each language's share of the documents, as rows (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = deal_documents(documents)
-    rows = {}
+    rows = defaultdict(list)
     for share, language in zip(shares, LANGUAGES):
-        alphabet = encipher(range(PIECES), language, backwards)  # so that rare characters have tokens too
-        rows[language] = [("train", alphabet)]
-        for split, sentences in share:
+        for split, sentences in [("train", [range(PIECES)]), *share]:  # first all pieces: rare ones have tokens, too
             text = encipher(chain.from_iterable(sentences), language, backwards)
             rows[language].append((split, text))
     return rows
@@ -176,8 +174,7 @@ def to_english(english: Records) -> dict[str, Records]:
     rng = random.Random(0)
     texts, seen = {}, set()
     for split in ("valid", "test", "train"):  # training last, without any text of a held-out document
-        documents = [text for name, text in english if name == split]
-        split_texts = chain.from_iterable(phrases(text, rng) for text in documents)
+        split_texts = chain.from_iterable(phrases(text, rng) for name, text in english if name == split)
         texts[split] = [text for text in dict.fromkeys(split_texts) if text not in seen]
         seen.update(texts[split])
         rng.shuffle(texts[split])

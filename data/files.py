@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
@@ -87,11 +87,10 @@ def say_skipped(source: Path, reason: str, *names: str):
 
 def one_of(folder: Path, *names: str) -> Path:
     """The first of these files that exists in the folder, plain or compressed."""
-    for name in names:
-        for suffix in ("", ".gz", ".xz"):
-            path = folder / f"{name}{suffix}"
-            if path.is_file():
-                return path
+    for name, suffix in product(names, ("", ".gz", ".xz")):
+        path = folder / f"{name}{suffix}"
+        if path.is_file():
+            return path
     raise FileNotFoundError(f"no {' or '.join(names)} (plain, .gz or .xz) in {folder}")
 
 

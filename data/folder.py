@@ -25,8 +25,8 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
     """data/prepared/NAME, or the prepared folder at path `name`.
 
     With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
-    this kind (see data.corpora), in a new folder whenever the size or time of a file changes. Their tokenizer is that
-    of a run's folder, if passed, or else learned from them.
+    this kind (see data.corpora), in a new folder whenever the size or time of a file changes, with the tokenizer in the
+    folder `run` or one learned from them.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
     for path in (folder, Path(name)):

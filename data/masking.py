@@ -36,16 +36,14 @@ class Masking:
         """
         rank, length, rounding = random[:3]
         maskable = ~self.special[ids]
-        rank = np.where(maskable, rank, np.inf)
         if self.span is not None:
             lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - 1 / self.span))  # geometric
-            rank = span_ranks(rank, lengths, part)
-            rank = np.where(maskable, rank, np.inf)
+            rank = span_ranks(np.where(maskable, rank, np.inf), lengths, part)
+        rank = np.where(maskable, rank, np.inf)
         n = np.bincount(part, maskable)  # maskable tokens of each part
         round_up = np.empty(len(n))
         round_up[part] = rounding  # one number for each part: its last token's
-        count = np.floor(n * self.share + round_up)
-        count = np.maximum(count, n > 0)
+        count = np.maximum(np.floor(n * self.share + round_up), n > 0)
         order = np.lexsort((rank, part))
         chosen = np.empty(len(part), dtype=bool)
         chosen[order] = index_within(part) < count[part]  # the lowest ranks of each part

@@ -85,7 +85,6 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
 
     source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. Cipher tasks need none.
     Without a separate development set, a tenth of the training examples is held out as one.
-    Raises ValueError if there are no English training examples or no test examples.
     """
     scored, notes = TASKS[task].test, []
     splits = laboratory(task) if task in LABORATORY else {}
@@ -169,8 +168,7 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parse
     of none of the benchmark's.
     """
     spec, is_squad = TASKS[task], task in SQUAD
-    folders = {each.folder for each in TASKS.values() if each.folder}
-    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
+    if any((source / each.folder).is_dir() for each in TASKS.values() if each.folder):  # XTREME's folder of all tasks
         source /= "squad" if is_squad and split != "test" else spec.folder
     endings, reader = FORMATS[spec.kind]
     for path in source_files(source):
@@ -227,9 +225,7 @@ def read_answers(path: Path, labels: tuple) -> Parsed:
             for paragraph in article["paragraphs"]:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
-                    answers = []
-                    for answer in question.get("answers") or ():
-                        answers.append((str(answer["text"]), int(answer["answer_start"])))
+                    answers = [(str(one["text"]), int(one["answer_start"])) for one in question.get("answers") or ()]
                     id_and_text = str(question["id"]), str(question["question"])
                     "".join([*id_and_text, context]).encode()  # raises if the JSON has half a surrogate pair
                     yield from answer_example(*id_and_text, context, answers)

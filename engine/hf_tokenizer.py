@@ -27,7 +27,12 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def files_of(tokenizer: Tokenizer, max_length: int) -> dict:
     """{name: content} of each file, a text or a dict. max_length: the model's context length, in tokens."""
-    exported = from_gpt2(tokenizer) if isinstance(tokenizer, GPT2) else from_sentencepiece(tokenizer)
+    if isinstance(tokenizer, GPT2):
+        converter = TikTokenConverter(pattern=GPT2_PATTERN, extra_special_tokens=["<|endoftext|>"])
+        converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
+        exported = converter.converted()
+    else:
+        exported = from_sentencepiece(tokenizer)
     options = {name: exported.id_to_token(token) for name, token in special_ids(tokenizer).items()}
     options |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -37,12 +42,6 @@ def files_of(tokenizer: Tokenizer, max_length: int) -> dict:
         "clean_up_tokenization_spaces": False,
     }
     return {"tokenizer.json": exported.to_str(), "tokenizer_config.json": options}
-
-
-def from_gpt2(tokenizer: GPT2) -> tokenizers.Tokenizer:
-    converter = TikTokenConverter(pattern=GPT2_PATTERN, extra_special_tokens=["<|endoftext|>"])
-    converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
-    return converter.converted()
 
 
 def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:

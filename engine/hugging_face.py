@@ -206,8 +206,7 @@ def export(saved: SavedModel, run: Path, folder: Path):
     for name, source in CODE.items():
         code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    auto, *_ = CLASSES[saved.kind]
-    files["README.md"] = CARD.format(name=run.name, auto=auto)
+    files["README.md"] = CARD.format(name=run.name, auto=next(iter(CLASSES[saved.kind])))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # like the other files
