@@ -38,8 +38,7 @@ class TokenData(Prepared):
         """Inputs x and targets y of windows at random offsets; both (B, T) int64, y one token ahead of x."""
         return self.windows(split, self.starts(split, step, micro))
 
-    def starts(self, split, step, micro) -> ndarray:
-        """(B,) the offsets of a micro-batch's windows."""
+    def starts(self, split, step, micro) -> ndarray:  # (B,)
         last = len(self.tokens[split]) - self.block_size
         return self.random(TRAINING, split, step, micro).integers(last, size=self.batch_size)
 
@@ -152,7 +151,6 @@ class Masked(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of non-padding tokens."""
         return self.ids.numel() if self.nonpad is None else len(self.nonpad)
 
 
@@ -175,8 +173,7 @@ class MaskedData(Prepared):
         self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
 
     def draw_languages(self, rng, split, count: int) -> ndarray:
-        sizes = self.streams[split][:, 1]
-        shares = probabilities(sizes, self.streams["train"][:, 1], self.exponent)
+        shares = probabilities(self.streams[split][:, 1], self.streams["train"][:, 1], self.exponent)
         return rng.choice(len(shares), count, p=shares)
 
     def batch(self, split, step, micro=0) -> Masked:
@@ -227,8 +224,7 @@ class MaskedData(Prepared):
             k, number = divmod(turn, len(batches))
             first = firsts[batches[number].start]
             batch = rows.take(batches[number])
-            random = self.fixed_random(k, batch)
-            yield k, int(first), self.mask_rows(split, batch, random, to_mask)
+            yield k, int(first), self.mask_rows(split, batch, self.fixed_random(k, batch), to_mask)
 
     def fixed_random(self, k: int, rows: Spans) -> ndarray:
         """(DRAWS, N) random numbers, which depend only on k and the offset of each text."""
@@ -262,8 +258,7 @@ class MaskedData(Prepared):
         if nonpad is not None:
             masked = nonpad[masked]
         language = np.repeat(rows.language, rows.lengths)[chosen]
-        targets = torch.from_numpy(tokens[chosen])
-        return Masked(ids, masked, targets, nonpad, torch.from_numpy(language))
+        return Masked(ids, masked, torch.from_numpy(tokens[chosen]), nonpad, torch.from_numpy(language))
 
 
 class PairData(MaskedData):
@@ -283,8 +278,7 @@ class PairData(MaskedData):
         """A micro-batch for training, of pairs of about equal length."""
         number, index = divmod(step * self.micros_per_step + micro, POOL_MICROS)
         rows = self.pool(split, number)[index]
-        rng = self.random(TRAINING, split, step, micro)
-        random = rng.random((DRAWS, rows.lengths.sum()))
+        random = self.random(TRAINING, split, step, micro).random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Spans]:
@@ -297,8 +291,7 @@ class PairData(MaskedData):
         while tokens < POOL_MICROS * self.micro_tokens:
             language = self.draw_languages(rng, split, count=256)
             first, count = self.streams[split][language].T
-            numbers = first + rng.integers(count)
-            drawn.append(self.pairs(split, numbers))
+            drawn.append(self.pairs(split, first + rng.integers(count)))
             tokens += drawn[-1].lengths.sum()
         rows = Spans(*map(np.concatenate, zip(*drawn)))
         rows = rows.take(rows.lengths.argsort(kind="stable"))
@@ -330,7 +323,6 @@ class Translation(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of non-padding tokens on both sides."""
         source = self.source if self.source_nonpad is None else self.source_nonpad
         return source.numel() + len(self.labels)
 
@@ -343,8 +335,6 @@ class TranslationData(Prepared):
     the same number of pairs, divided among the language pairs by `probabilities`: a large language pair continues in
     the next pass, a small one repeats within a pass. Pairs in which a text has more than block_size tokens, `</s>`
     included, are excluded from training and from losses, and counted in `left_out`.
-
-    Raises ValueError if a language pair lacks `target`, or all its training pairs or all pairs of a split are too long.
     """
 
     exponent: float = 1.0
@@ -359,9 +349,8 @@ class TranslationData(Prepared):
                 raise ValueError(f"{self.folder} has pairs without the language {self.target!r}: {name}; see --target")
         self.target_first = [not name.endswith(f"-{self.target}") for name in self.languages]
         self.fitting = {split: self.find_fitting(split) for split in SPLITS}
-        self.left_out = {}
-        for split, fitting in self.fitting.items():
-            self.left_out[split] = self.meta["splits"][split]["pairs"] - sum(map(len, fitting))
+        fitting = {split: sum(map(len, numbers)) for split, numbers in self.fitting.items()}
+        self.left_out = {split: self.meta["splits"][split]["pairs"] - count for split, count in fitting.items()}
         self.order = lru_cache(maxsize=2)(self.order_pass)  # the first pass, for its length, and the current one
 
     def find_fitting(self, split) -> list[ndarray]:
@@ -388,18 +377,15 @@ class TranslationData(Prepared):
     def order_pass(self, split, number: int) -> list[ndarray]:
         """The micro-batches of a pass, (B,) pairs each: pairs are shuffled, sorted by length and cut, batches shuffled.
         Takes about 2 s and 200 MB per million pairs, once per pass."""
-        rng = self.random(PASS, split, number)
-        fitting = self.fitting[split]
+        rng, fitting = self.random(PASS, split, number), self.fitting[split]
         sizes = np.array(list(map(len, fitting)))
         shares = probabilities(sizes, sizes, self.exponent)
-        counts = np.rint(shares * sizes.sum())
-        counts = np.maximum(counts, sizes > 0).astype(np.int64)
+        counts = np.maximum(np.rint(shares * sizes.sum()), sizes > 0).astype(np.int64)
         drawn = []
         for numbers, count in zip(fitting, counts):
             turns = np.arange(number * count, (number + 1) * count)
             drawn.append(numbers[turns % max(1, len(numbers))])
-        shuffled = rng.permutation(np.concatenate(drawn))
-        micros = self.sort_and_cut(split, shuffled)
+        micros = self.sort_and_cut(split, rng.permutation(np.concatenate(drawn)))
         return [micros[index] for index in rng.permutation(len(micros))]
 
     def sort_and_cut(self, split, numbers: ndarray) -> list[ndarray]:
@@ -458,7 +444,7 @@ class TranslationData(Prepared):
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
     """Sources to translate, longest first, in batches of at most micro_tokens tokens, padding included.
 
-    Yields the numbers of the sources, and (source (B, N), source_nonpad (S,) or None) as in Translation.
+    Yields the numbers of the sources, and (source, source_nonpad) as in Translation.
     """
     lengths = np.array([len(text) + 1 for text in ids])
     order = np.argsort(-lengths, kind="stable")

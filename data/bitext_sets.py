@@ -86,8 +86,7 @@ def read_alignments(path: Path, gold: Path) -> Iterator[Aligned]:
         if not aligned.one or not aligned.two:
             raise ValueError(f"{path}, line {number}: not `source ||| target`")
         for link in line.split():
-            match = re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)
-            if not match:
+            if not (match := re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)):
                 raise ValueError(f"{gold}, line {number}: {link} is not a link such as 1-1 or 2p3")
             i, j = int(match[1]) - 1, int(match[3]) - 1
             if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):

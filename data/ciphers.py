@@ -53,11 +53,9 @@ def by_language(english: Records, backwards=False) -> dict[str, Records]:
     """Each language's share of the documents, as rows (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = deal_documents(documents)
-    rows = {}
+    rows = defaultdict(list)
     for share, language in zip(shares, LANGUAGES):
-        alphabet = encipher(range(PIECES), language, backwards)  # so that rare characters have tokens too
-        rows[language] = [("train", alphabet)]
-        for split, sentences in share:
+        for split, sentences in [("train", [range(PIECES)]), *share]:  # first all pieces: rare ones have tokens, too
             text = encipher(chain.from_iterable(sentences), language, backwards)
             rows[language].append((split, text))
     return rows
@@ -71,8 +69,7 @@ def by_pair(english: Records, backwards=False) -> dict[str, Records]:
     split_texts = []
     for split, sentences in paired:
         for sentence in sentences:
-            for text in cut(sentence, names, rng):
-                split_texts.append((tuple(text), split))
+            split_texts += [(tuple(text), split) for text in cut(sentence, names, rng)]
     rng.shuffle(split_texts)
     texts = defaultdict(list)
     for text, split in dict(split_texts).items():  # each text once, so that it is in one split only
@@ -108,9 +105,8 @@ def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
 
 
 def split_sentences(text: str) -> list[str]:
-    text = text.encode("ascii", "ignore").decode()
-    text = " ".join(text.split())
-    return re.split(r"(?<=[.!?:;]) ", text)
+    words = text.encode("ascii", "ignore").decode().split()
+    return re.split(r"(?<=[.!?:;]) ", " ".join(words))
 
 
 def size(document: Document) -> int:
@@ -119,8 +115,7 @@ def size(document: Document) -> int:
 
 def deal_documents(documents: list[Document]) -> list[list[Document]]:
     """The documents of each language and, last, for pairs: dealt longest first, each to the least filled share."""
-    part = (1 - PAIRED) / len(LANGUAGES)
-    parts = [part] * len(LANGUAGES) + [PAIRED]
+    parts = [(1 - PAIRED) / len(LANGUAGES)] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
     filled = {split: [0.0] * len(parts) for split in SPLITS}
     for document in sorted(documents, key=size, reverse=True):
@@ -179,8 +174,7 @@ def to_english(english: Records) -> dict[str, Records]:
     rng = random.Random(0)
     texts, seen = {}, set()
     for split in ("valid", "test", "train"):  # training last, without any text of a held-out document
-        documents = [text for name, text in english if name == split]
-        split_texts = chain.from_iterable(phrases(text, rng) for text in documents)
+        split_texts = chain.from_iterable(phrases(text, rng) for name, text in english if name == split)
         texts[split] = [text for text in dict.fromkeys(split_texts) if text not in seen]
         seen.update(texts[split])
         rng.shuffle(texts[split])

@@ -104,8 +104,7 @@ def language_files(source: Path) -> Groups:
 def bitext(source: Path) -> Groups:
     """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work."""
     contents = defaultdict(dict)  # pair -> file -> its pairs of texts
-    paths = files.source_files(source)
-    seconds = set()
+    paths, seconds = files.source_files(source), set()
     for path in paths:
         stem, _, ending = files.uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
@@ -149,8 +148,7 @@ def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
         from datasets import load_dataset
 
         for row in load_dataset(*name.split(), split=split, streaming=True, **options):
-            texts = row.get("translation", row)
-            yield tuple(texts[column] or "" for column in columns)
+            yield tuple(row.get("translation", row)[column] or "" for column in columns)
 
 
 def hub_pairs(name: str, *columns: str) -> Records:
@@ -186,8 +184,7 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
     article = ""
     after_blank = True
     for line in lines:
-        is_heading = after_blank and re.fullmatch(r" = .*(?<! =) = \n?", line)
-        if is_heading and article.strip():
+        if after_blank and article.strip() and re.fullmatch(r" = .*(?<! =) = \n?", line):
             yield article
             article = ""
         article += line

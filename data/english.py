@@ -51,9 +51,8 @@ def python_files() -> Iterator[tuple[str, Iterator[str]]]:
     for name, path in sorted(files.items()):
         texts = []
         # no text if the file does not parse; the last two errors mean that its code is nested too deeply
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-                texts = list(documentation(ast.parse(path.read_bytes())))
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings(action="ignore"):
+            texts = list(documentation(ast.parse(path.read_bytes())))
         yield name, chain.from_iterable(map(sentences, texts))
 
 
@@ -120,6 +119,5 @@ def sentences(text: str) -> Iterator[str]:
             continue
         if re.match(r"\w+ ?:", block) or " : " in block:  # Args: ..., or x : array_like
             continue
-        plain_words = list(filter(PLAIN.fullmatch, words))
-        if len(plain_words) >= 0.8 * len(words):
+        if len(list(filter(PLAIN.fullmatch, words))) >= 0.8 * len(words):
             yield block

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
@@ -87,11 +87,10 @@ def say_skipped(source: Path, reason: str, *names: str):
 
 def one_of(folder: Path, *names: str) -> Path:
     """The first of these files that exists in the folder, plain or compressed."""
-    for name in names:
-        for suffix in ("", ".gz", ".xz"):
-            path = folder / f"{name}{suffix}"
-            if path.is_file():
-                return path
+    for name, suffix in product(names, ("", ".gz", ".xz")):
+        path = folder / f"{name}{suffix}"
+        if path.is_file():
+            return path
     raise FileNotFoundError(f"no {' or '.join(names)} (plain, .gz or .xz) in {folder}")
 
 
@@ -178,8 +177,7 @@ def read_parquet(path: Path) -> Iterator[str]:
 
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=64, columns=["text"]):
-            texts = batch["text"].cast("large_string").to_pylist()
-            yield from (text or "" for text in texts)
+            yield from (text or "" for text in batch["text"].cast("large_string").to_pylist())
     except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file raises any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
@@ -227,5 +225,4 @@ def sha256(path: Path) -> str:
 def checksum(meta: dict) -> str:
     """A hash of the data: of every file, every count and the tokenizer, but not of their origin."""
     data = {key: meta[key] for key in meta.keys() - {"name", "source", "versions", "checksum"}}
-    text = json.dumps(data, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

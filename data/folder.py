@@ -15,7 +15,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from data.files import PREPARED, SPLITS, checksum, say, sha256, source_files
-from data.tokenizers import KINDS, Tokenizer, load_tokenizer
+from data.tokenizers import Tokenizer, load_tokenizer
 
 HASHED_UP_TO = 1 << 30  # bytes; larger files take seconds to hash, so only their size is checked
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help shows how"
@@ -25,8 +25,8 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
     """data/prepared/NAME, or the prepared folder at path `name`.
 
     With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
-    this kind (see data.corpora), in a new folder whenever the size or time of a file changes. Their tokenizer is that
-    of a run's folder, if passed, or else learned from them.
+    this kind (see data.corpora), in a new folder whenever the size or time of a file changes, with the tokenizer in the
+    folder `run` or one learned from them.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
     for path in (folder, Path(name)):
@@ -145,11 +145,9 @@ class Prepared:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        kind = KINDS[self.meta["tokenizer"]["kind"]]
-        return load_tokenizer(self.folder / kind.filename)
+        return load_tokenizer(self.folder)
 
     def random(self, purpose, split, *key) -> np.random.Generator:
-        """The random generator of one batch."""
         return np.random.default_rng((purpose, self.seed, SPLITS.index(split), *key))
 
     def log_frequencies(self) -> Tensor:
@@ -157,8 +155,7 @@ class Prepared:
         tokens = self.tokens["train"]
         every = 1 + len(tokens) // 2**24
         counts = np.bincount(tokens[::every], minlength=self.vocab_size) + 1
-        shares = counts / counts.sum()
-        return torch.from_numpy(np.log(shares)).float()
+        return torch.from_numpy(np.log(counts / counts.sum())).float()
 
     def stream(self, split, language: str) -> tuple[int, int]:
         """The index of a language's first token (or pair), and their count."""
@@ -166,12 +163,10 @@ class Prepared:
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """The pairs of a split with these numbers (R,). The size of each text includes its `</s>`."""
-        first = self.streams[split][:, 0]
-        language = first.searchsorted(numbers, side="right") - 1
+        language = self.streams[split][:, 0].searchsorted(numbers, side="right") - 1
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)
         starts = self.index[split][texts]
-        ends = self.index[split][texts + 1]
-        return Spans(language, starts, ends - starts)
+        return Spans(language, starts, self.index[split][texts + 1] - starts)
 
     def texts(self, split, language: str) -> tuple[list, list]:
         """The original first and second texts of a language pair in "valid" or "test"."""

@@ -20,9 +20,7 @@ class Masking:
     """
 
     def __init__(self, tokenizer: XLMR, share: float, replace: tuple, span: float | None):
-        self.share = share
-        self.replace = replace
-        self.span = span
+        self.share, self.replace, self.span = share, replace, span
         self.mask = tokenizer.mask
         self.special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self.special[list(tokenizer.special)] = True
@@ -38,16 +36,14 @@ class Masking:
         """
         rank, length, rounding = random[:3]
         maskable = ~self.special[ids]
-        rank = np.where(maskable, rank, np.inf)
         if self.span is not None:
             lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - 1 / self.span))  # geometric
-            rank = span_ranks(rank, lengths, part)
-            rank = np.where(maskable, rank, np.inf)
+            rank = span_ranks(np.where(maskable, rank, np.inf), lengths, part)
+        rank = np.where(maskable, rank, np.inf)
         n = np.bincount(part, maskable)  # maskable tokens of each part
         round_up = np.empty(len(n))
         round_up[part] = rounding  # one number for each part: its last token's
-        count = np.floor(n * self.share + round_up)
-        count = np.maximum(count, n > 0)
+        count = np.maximum(np.floor(n * self.share + round_up), n > 0)
         order = np.lexsort((rank, part))
         chosen = np.empty(len(part), dtype=bool)
         chosen[order] = index_within(part) < count[part]  # the lowest ranks of each part
@@ -57,8 +53,7 @@ class Masking:
         """(N,) the ids with the chosen ones replaced; ids and random as in `choose`."""
         action, token = random[3:]
         becomes_mask, becomes_random = self.replace
-        index = token * len(self.ordinary)
-        random_ids = self.ordinary[index.astype(np.int64)]
+        random_ids = self.ordinary[(token * len(self.ordinary)).astype(np.int64)]
         shown = np.where(action < becomes_mask + becomes_random, random_ids, ids)
         shown = np.where(action < becomes_mask, self.mask, shown)
         return np.where(chosen, shown, ids)
@@ -83,8 +78,7 @@ def span_ranks(rank: ndarray, lengths: ndarray, part: ndarray) -> ndarray:
     """(N,) the lowest rank of the spans that cover each token; a span of lengths[i] tokens begins at token i."""
     lowest = rank.copy()
     for back in range(1, min(int(lengths.max()), len(rank))):
-        same_part = part[:-back] == part[back:]
-        reaches = same_part & (lengths[:-back] > back)
+        reaches = (part[:-back] == part[back:]) & (lengths[:-back] > back)
         reaching = np.where(reaches, rank[:-back], np.inf)
         lowest[back:] = np.minimum(lowest[back:], reaching)
     return lowest

@@ -57,8 +57,7 @@ def home_messages(source: Path) -> set[tuple[str, str, str]]:
         for name in archive.namelist():
             if match := re.fullmatch(r"(.+)/translations/([\w-]+)\.json", name):
                 component, language = match.groups()
-                messages = leaves(json.loads(archive.read(name)), (component,))
-                texts[language.replace("-", "_")].update(messages)
+                texts[language.replace("-", "_")].update(leaves(json.loads(archive.read(name)), (component,)))
     aligned = set()
     for language, by_key in texts.items():
         for key, text in by_key.items():

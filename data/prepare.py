@@ -110,8 +110,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
 def select(groups: Groups, languages: str | None) -> Groups:
     """The rows of these languages (default: all). Raises ValueError for an unknown language."""
     chosen = languages.split(",") if languages else groups
-    unknown = set(chosen) - set(groups)
-    if unknown:
+    if unknown := set(chosen) - set(groups):
         raise ValueError(f"unknown language {min(unknown)!r}; choose from {', '.join(sorted(groups))}")
     return {language: groups[language] for language in sorted(chosen, key=str)}
 
@@ -228,8 +227,7 @@ class SplitWriter:
             return  # a text made only of characters that the tokenizer drops
         count = self.counts[-1]
         for text, tokens in zip(texts, ids):
-            words = len(text.split())
-            count.update(tokens=len(tokens) + 1, words=words, bytes=len(text.encode()))
+            count.update(tokens=len(tokens) + 1, words=len(text.split()), bytes=len(text.encode()))
             self.tokens.write(np.append(tokens, tokens.dtype.type(eot)))
             if self.index:
                 self.index.write(np.int64(self.tokens.tell() // tokens.itemsize))
@@ -238,9 +236,8 @@ class SplitWriter:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
 
     def close(self) -> dict[str, int]:
-        for file in (self.tokens, self.index, self.texts):
-            if file:
-                file.close()
+        for file in filter(None, (self.tokens, self.index, self.texts)):
+            file.close()
         return {key: sum(count[key] for count in self.counts) for key in ("tokens", "words", "bytes", self.unit)}
 
 

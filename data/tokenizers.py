@@ -48,8 +48,7 @@ class Tokenizer:
 
     def encode_arrays(self, texts: list[str]) -> Iterator[np.ndarray]:
         """The ids of each text. A long text is encoded in parts, which saves memory; some tokenizers fail on it."""
-        short = [text for text in texts if len(text) <= PART]
-        encoded = iter(self.encode_short(short))
+        encoded = iter(self.encode_short([text for text in texts if len(text) <= PART]))
         for text in texts:
             long = (self.encode_short([part])[0] for part in parts(text))
             ids_of_parts = long if len(text) > PART else [next(encoded)]
@@ -127,8 +126,7 @@ class XLMR(SentencePiece):
         return [piece + 1 if piece else self.unk for piece in pieces]
 
     def decode(self, ids: list[int]) -> str:
-        pieces = [token - 1 for token in ids if token not in self.special]
-        return super().decode(pieces)
+        return super().decode([token - 1 for token in ids if token not in self.special])
 
 
 class GPT2(Tokenizer):

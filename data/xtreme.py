@@ -85,7 +85,6 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
 
     source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. Cipher tasks need none.
     Without a separate development set, a tenth of the training examples is held out as one.
-    Raises ValueError if there are no English training examples or no test examples.
     """
     scored, notes = TASKS[task].test, []
     splits = laboratory(task) if task in LABORATORY else {}
@@ -102,8 +101,7 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     if not valid:
         parts = {"train": [], "valid": []}
         for example in train:
-            split = split_of(" ".join(example.texts), valid=0.1, test=0.0)
-            parts[split].append(example)
+            parts[split_of(" ".join(example.texts), valid=0.1, test=0.0)].append(example)
         train, valid = parts.values()
     if not train or not valid:
         raise ValueError(f"too few English training examples of {task} to hold out a development set")
@@ -113,9 +111,8 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
 
 def laboratory(task) -> dict[str, Sets]:
     """split -> language -> the examples of a task in ciphers"""
-    splits = {}
+    splits = defaultdict(dict)
     for split, plain in cipher_tasks.read(task).items():
-        splits[split] = {}
         for language in languages_of(task, split):
             examples = enumerate(cipher_tasks.in_language(one, language) for one in plain)
             splits[split][language] = [Example(str(number), *example) for number, example in examples]
@@ -171,8 +168,7 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parse
     of none of the benchmark's.
     """
     spec, is_squad = TASKS[task], task in SQUAD
-    folders = {each.folder for each in TASKS.values() if each.folder}
-    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
+    if any((source / each.folder).is_dir() for each in TASKS.values() if each.folder):  # XTREME's folder of all tasks
         source /= "squad" if is_squad and split != "test" else spec.folder
     endings, reader = FORMATS[spec.kind]
     for path in source_files(source):
@@ -229,9 +225,7 @@ def read_answers(path: Path, labels: tuple) -> Parsed:
             for paragraph in article["paragraphs"]:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
-                    answers = []
-                    for answer in question.get("answers") or ():
-                        answers.append((str(answer["text"]), int(answer["answer_start"])))
+                    answers = [(str(one["text"]), int(one["answer_start"])) for one in question.get("answers") or ()]
                     id_and_text = str(question["id"]), str(question["question"])
                     "".join([*id_and_text, context]).encode()  # raises if the JSON has half a surrogate pair
                     yield from answer_example(*id_and_text, context, answers)
@@ -263,16 +257,14 @@ def read_labels(path: Path, labels: tuple) -> Parsed:
     """
     for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
-        if len(cells) == 2:
-            cells.append("")
-        if len(cells) != 3:
+        if len(cells) not in (2, 3):
             yield "a line that is not two sentences and a label"
             continue
-        *texts, label = cells
+        one, two, label = (*cells, "")[:3]
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
             yield f"the unknown label {label!r}"
-        yield Example("", tuple(texts), label or None)
+        yield Example("", (one, two), label or None)
 
 
 FORMATS = {  # kind of task -> the suffixes of its files, and their reader
@@ -290,9 +282,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
     kind, file = TASKS[task].kind, f"{TASKS[task].folder or task}/test-{language}"
     if kind == "answer":
         return f"{file}.json", dict(zip([example.id for example in examples], predicted))
-    lines = [*predicted, ""]
-    if kind == "tags":
-        lines = chain.from_iterable([*tags, ""] for tags in predicted)
+    lines = chain.from_iterable([*tags, ""] for tags in predicted) if kind == "tags" else [*predicted, ""]
     return f"{file}.tsv", "\n".join(lines)
 
 
@@ -314,10 +304,8 @@ def from_hub(task, split, language) -> Parsed:
     prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for row in rows:
         if kind == "tags":
-            column = f"{task}_tags"
-            names = data.features[column].feature.names
-            tags = [names[tag] for tag in row[column]]
-            yield Example("", tuple(row["tokens"]), tags)
+            names = data.features[f"{task}_tags"].feature.names
+            yield Example("", tuple(row["tokens"]), [names[tag] for tag in row[f"{task}_tags"]])
         elif kind == "answer":
             if row["id"].startswith(prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])

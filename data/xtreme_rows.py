@@ -39,8 +39,7 @@ def rows_of(kind, examples: list[Example], tokenizer: XLMR, T, stride, labels: l
             targets = [numbers.get(tag, UNKNOWN) for tag in tags]
             rows += tag_rows(number, example.texts, targets, tokenizer, T)
         else:
-            target = numbers.get(example.gold, UNKNOWN)
-            rows.append(label_row(number, example.texts, target, tokenizer, T))
+            rows.append(label_row(number, example.texts, numbers.get(example.gold, UNKNOWN), tokenizer, T))
     return rows
 
 
@@ -117,8 +116,7 @@ class Batch(NamedTuple):
 def batch_of(rows: list[Row], pad: int) -> Batch:
     """The rows, padded to the longest one."""
     lengths = np.array([len(row.ids) for row in rows])
-    tokens = np.concatenate([row.ids for row in rows])
-    ids, nonpad = pad_rows(tokens, lengths, pad)
+    ids, nonpad = pad_rows(np.concatenate([row.ids for row in rows]), lengths, pad)
     first = range(0, ids.numel(), ids.shape[1])  # the flat index at which each row begins
     words = [begin + index for begin, row in zip(first, rows) for index, _ in row.marks]
     targets = [target for row in rows for target in row.targets]
@@ -136,15 +134,12 @@ class TaskData:
         self.rows, self.tokenizer, self.seed = rows, tokenizer, seed
         self.micro_size, self.micros_per_step = micro_size, batch_size // micro_size
         self.steps_per_epoch = math.ceil(len(rows) / batch_size)
-        content = repr((rows, start)).encode()
-        self.checksum = hashlib.sha256(content).hexdigest()
+        self.checksum = hashlib.sha256(repr((rows, start)).encode()).hexdigest()
         self.order = lru_cache(maxsize=1)(self.order_of_epoch)
 
     def order_of_epoch(self, epoch: int) -> np.ndarray:
-        rng = np.random.default_rng((self.seed, epoch))
-        order = rng.permutation(len(self.rows))
-        micros = self.steps_per_epoch * self.micros_per_step
-        return np.resize(order, micros * self.micro_size)
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
+        return np.resize(order, self.steps_per_epoch * self.micros_per_step * self.micro_size)
 
     def batch(self, step: int, micro: int) -> Batch:
         """micro_size rows for training; `step` counts through all epochs."""

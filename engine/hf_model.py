@@ -1,8 +1,4 @@
-"""nanoXMoE's models as transformers classes.
-
-`python -m engine.pretrained export RUN FOLDER` copies this file, model.py and routers.py into FOLDER. transformers runs
-them if you pass trust_remote_code=True.
-"""
+"""nanoXMoE's models as transformers classes; hugging_face.export copies this file, model.py and routers.py."""
 
 import math
 from types import SimpleNamespace
@@ -84,8 +80,6 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
 
 
 class NanoXMoEModel(Model):
-    """An encoder without a head."""
-
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         self.encoder = network(Encoder, config)

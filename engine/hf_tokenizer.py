@@ -27,9 +27,13 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def files_of(tokenizer: Tokenizer, max_length: int) -> dict:
     """{name: content} of each file, a text or a dict. max_length: the model's context length, in tokens."""
-    exported = from_gpt2(tokenizer) if isinstance(tokenizer, GPT2) else from_sentencepiece(tokenizer)
-    special = special_ids(tokenizer)
-    options = {name: exported.id_to_token(token) for name, token in special.items()}
+    if isinstance(tokenizer, GPT2):
+        converter = TikTokenConverter(pattern=GPT2_PATTERN, extra_special_tokens=["<|endoftext|>"])
+        converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
+        exported = converter.converted()
+    else:
+        exported = from_sentencepiece(tokenizer)
+    options = {name: exported.id_to_token(token) for name, token in special_ids(tokenizer).items()}
     options |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
@@ -40,27 +44,18 @@ def files_of(tokenizer: Tokenizer, max_length: int) -> dict:
     return {"tokenizer.json": exported.to_str(), "tokenizer_config.json": options}
 
 
-def from_gpt2(tokenizer: GPT2) -> tokenizers.Tokenizer:
-    converter = TikTokenConverter(pattern=GPT2_PATTERN, extra_special_tokens=["<|endoftext|>"])
-    converter.load_tiktoken_bpe = lambda file: tokenizer.ranks
-    return converter.converted()
-
-
 def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
     proto = ModelProto.FromString(tokenizer.file)
-    pieces = []  # text, type, score
-    for piece in proto.pieces:
-        score = piece.score if piece.type == NORMAL else NEVER
-        pieces.append((piece.piece, piece.type, score))
+    # text, type, score
+    pieces = [(one.piece, one.type, one.score if one.type == NORMAL else NEVER) for one in proto.pieces]
     if isinstance(tokenizer, XLMR):
         pieces = [*XLMR_SPECIAL, *pieces[3:], ("<mask>", CONTROL, NEVER)]
     exported = tokenizers.Tokenizer(model_of(pieces, proto.trainer_spec.model_type))
     add_normalizer(exported, proto.normalizer_spec)
     for text, kind, _ in pieces:
-        special = kind in (UNKNOWN, CONTROL)
-        if special or kind == USER_DEFINED:
-            is_mask = text == "<mask>"
-            exported.add_tokens([AddedToken(text, lstrip=is_mask, normalized=False, special=special)])
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            options = {"lstrip": text == "<mask>", "normalized": False, "special": kind != USER_DEFINED}
+            exported.add_tokens([AddedToken(text, **options)])
     if isinstance(tokenizer, XLMR):
         exported.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>",

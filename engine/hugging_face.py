@@ -36,13 +36,12 @@ def short(error: Exception) -> str:
 
 
 SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
-SUFFIXES = "", ".weight", ".bias"
 
 
 class Layout(NamedTuple):
     """How transformers stores a dense model of model.py."""
 
-    sizes: tuple[str, ...]  # names of SIZES in its config.json
+    sizes: str  # names of SIZES in its config.json
     required: dict  # values that its config.json must have for model.py to support it
     constants: dict  # our constants that describe the model
     names: dict[str, str]  # our module or tensor -> its name there, or several to concatenate; {}: number of the layer
@@ -58,13 +57,14 @@ class Layout(NamedTuple):
                 raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
         if config.get("n_inner") is None:  # as in GPT-2 itself
             config["n_inner"] = 4 * config.get("n_embd", 0)
-        sizes = {ours: config.get(name) for ours, name in zip(SIZES, self.sizes)}
+        sizes = {ours: config.get(name) for ours, name in zip(SIZES, self.sizes.split())}
         if not all(type(size) is int for size in sizes.values()):
-            raise ValueError(f"{folder}/config.json does not have all of {', '.join(self.sizes)}")
+            raise ValueError(f"{folder}/config.json does not have all of {', '.join(self.sizes.split())}")
         sizes["block_size"] -= self.unused_positions
         weights, tensors = {}, read_tensors(folder)
         tensors |= {self.prefix + name: x for name, x in tensors.items()}  # a model without a head has no prefix
-        for (ours, names), layer, suffix in product(self.names.items(), range(sizes["n_layer"]), SUFFIXES):
+        suffixes = "", ".weight", ".bias"
+        for (ours, names), layer, suffix in product(self.names.items(), range(sizes["n_layer"]), suffixes):
             parts = [tensors.get(name.format(layer) + suffix) for name in names.split()]
             if all(x is not None for x in parts):
                 x, name = torch.cat(parts), ours.format(layer) + suffix
@@ -73,13 +73,12 @@ class Layout(NamedTuple):
 
 
 GPT2 = Layout(
-    sizes=("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner"),
+    sizes="vocab_size n_positions n_layer n_head n_embd n_inner",
     required={
         "model_type": "gpt2",
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "scale_attn_by_inverse_layer_idx": False,
-        "scale_attn_weights": True,
         "tie_word_embeddings": True,
     },
     constants={"router": "dense", "frequency_bias": False},
@@ -99,10 +98,7 @@ GPT2 = Layout(
 )
 LAYER = "roberta.encoder.layer.{}."
 XLM_R = Layout(
-    sizes=(
-        *("vocab_size", "max_position_embeddings", "num_hidden_layers"),
-        *("num_attention_heads", "hidden_size", "intermediate_size"),
-    ),
+    sizes="vocab_size max_position_embeddings num_hidden_layers num_attention_heads hidden_size intermediate_size",
     required={
         "model_type": "xlm-roberta",
         "hidden_act": "gelu",
@@ -110,7 +106,6 @@ XLM_R = Layout(
         "pad_token_id": PAD,
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
-        "type_vocab_size": 1,
     },
     constants={"relative_bias": False},
     names={
@@ -141,8 +136,7 @@ def read(folder: Path) -> SavedModel:
         raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has no weights")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
-        kind = config["trained"]
-        constants = config["constants"] | {"vocab_size": config["vocab_size"]}
+        kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}
         weights = {name.removeprefix("model."): x for name, x in read_tensors(folder).items()}
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
@@ -212,8 +206,7 @@ def export(saved: SavedModel, run: Path, folder: Path):
     for name, source in CODE.items():
         code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    auto, *_ = CLASSES[saved.kind]
-    files["README.md"] = CARD.format(name=run.name, auto=auto)
+    files["README.md"] = CARD.format(name=run.name, auto=next(iter(CLASSES[saved.kind])))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # like the other files
