@@ -117,14 +117,11 @@ CONSTANTS = {
 }
 
 
-def preset(name: str) -> dict:
-    """The constants of `paper-task`. XTREME's scripts use rows of 384 tokens for questions, else of 128."""
-    task = name.partition("-")[2]
-    longest = 384 if TASKS[task].kind == "answer" else 128
-    return COMMON | CONSTANTS[name] | {"task": task, "block_size": longest}
-
-
-PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
+PRESETS = {"demo": {}}
+for name in CONSTANTS:
+    _, task = name.split("-")
+    longest = 384 if TASKS[task].kind == "answer" else 128  # tokens per row in XTREME's scripts
+    PRESETS[name] = COMMON | CONSTANTS[name] | {"task": task, "block_size": longest}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: a row for each encoder and task, beside the paper's numbers (F1/EM of answers)
@@ -237,9 +234,7 @@ def table(number: str, base: Config) -> Table:
             raise ValueError("tasks in ciphers need no source: for XTREME's add a paper's --preset, such as xmoe-xnli")
         title, tasks = f"{title}, in ciphers", tuple(LABORATORY)
     rows = []
-    for row_of, label, encoder, change, numbers in ROWS:
-        if row_of != number:
-            continue
+    for _, label, encoder, change, numbers in [row for row in ROWS if row[0] == number]:
         model = encoder_path(encoder, base.encoders)
         scores = [""] * len(tasks) if paper == "ciphers" else numbers.split(", ")
         for task, score in zip(tasks, scores):
@@ -268,19 +263,18 @@ TABLES = {number: partial(table, number) for number in TITLES}
 
 def cells(result: dict) -> dict:
     """The cells of a row: means over languages, and columns that only some tables show."""
-    mean = result["mean"]
-    english = result["languages"].get("en", {})
     metrics = list(result["valid"])  # f1 and em of answers, else a single metric
     main, last = metrics[0], metrics[-1]
-    return {
-        "F1 or accuracy": (mean.get(main), ".1f"),
-        "EM": (mean.get("em"), ".1f"),
-        "guess": (result["guess"].get(main), ".1f"),
-        "by word": (result["counting"].get(main), ".1f"),
-        "English": (english.get(main), ".1f"),
-        "English ahead by": (result["gap"].get(last), ".1f"),  # EM in the paper
-        "English dev": (result["valid"][main], ".1f"),
+    numbers = {
+        "F1 or accuracy": result["mean"].get(main),
+        "EM": result["mean"].get("em"),
+        "guess": result["guess"].get(main),
+        "by word": result["counting"].get(main),
+        "English": result["languages"].get("en", {}).get(main),
+        "English ahead by": result["gap"].get(last),  # EM in the paper
+        "English dev": result["valid"][main],
     }
+    return {name: (number, ".1f") for name, number in numbers.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,14 +299,12 @@ class FineTuned(SparseModel):
     def forward(self, ids, nonpad, words):
         """ids (B, T), nonpad (S,) as in `Encoder`, words (M,) flat indices of words -> logits, routers' losses.
 
-        The logits are (M, tags) for tags, (B, labels) for labels and (2 B, T) for answers: start and end of the answer
-        in the first row, start and end in the second row, and so on.
+        The logits are (M, tags), (B, labels), or for answers (2 B, T): start and end in the first row, and so on.
         """
         h, router_loss = self.encoder(ids, nonpad)  # (B, T, D)
         if self.kind == "label":
-            h = self.dropout(h[:, 0])
-            h = self.dropout(self.dense(h).tanh())
-            return self.out(h), router_loss
+            h = self.dense(self.dropout(h[:, 0])).tanh()
+            return self.out(self.dropout(h)), router_loss
         if self.kind == "tags":
             h = h.flatten(0, 1).index_select(0, words)
             return self.out(self.dropout(h)), router_loss
@@ -360,8 +352,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     count = COUNTING.get(config.task) or COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
-    tests, silent = examples.test.items(), context.rank > 0 or None
-    for language, test in tqdm(tests, "testing", disable=silent):
+    for language, test in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
         predicted = predict(model, test, config, run.tokenizer, context)
         run.write(*submission(config.task, language, test, predicted))
         gold = [example.gold for example in test]
@@ -400,8 +391,7 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         # loads[i, l, e]: number of tokens in steps 100 i to 100 i + 99 whose first choice in layer l is expert e.
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
-        shape = 1 + steps // 100, len(model.moe_layers), experts
-        zeros = torch.zeros(shape, dtype=torch.int64)
+        zeros = torch.zeros(1 + steps // 100, len(model.moe_layers), experts, dtype=torch.int64)
         run.extra["loads"] = loads = run.extra.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, layer_counts in zip(model.moe_layers, counts):
@@ -433,8 +423,7 @@ def train(config: Config, context) -> dict:
         counts.zero_()
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
-            gold = [example.gold for example in examples.valid]
-            scores = score_task(config.task, "en", gold, predicted)
+            scores = score_task(config.task, "en", [example.gold for example in examples.valid], predicted)
             [metric, *_] = scores  # accuracy or F1 selects the checkpoint
             best = run.extra.get("best")
             if best is None or scores[metric] > best["scores"][metric]:
@@ -445,10 +434,8 @@ def train(config: Config, context) -> dict:
     best = run.extra["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
-    result = score_languages(run, model, examples, config, context)
-    result |= {"valid": best["scores"], "step": best["step"]}
-    result["loads"] = loads[: steps // 100].tolist()
-    return run.finish(result)
+    facts = {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist()}
+    return run.finish(score_languages(run, model, examples, config, context) | facts)
 
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
@@ -461,11 +448,10 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     seed_all(config.seed)
     if config.random_weights:
         encoder = Encoder(encoder.config, encoder.vocab_size)
-    kind = TASKS[config.task].kind
-    model = FineTuned(encoder, kind, examples.labels, config.dropout)
+    model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     longest = encoder.config.block_size
-    model.longest_row = T = min(config.block_size or longest, longest)  # tokens
-    rows = xtreme_rows.rows_of(kind, examples.train, tokenizer, T, config.stride, model.labels)
+    model.longest_row = min(config.block_size or longest, longest)  # tokens
+    rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, model.longest_row, config.stride, model.labels)
     if config.task in LABORATORY and tokenizer.unk in rows[0].ids:
         raise ValueError(f"{config.model} does not know the ciphers' characters: train it with --data ciphers")
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
@@ -475,8 +461,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     checksum = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         checksum.update(x.flatten().view(torch.uint8).numpy())
-    sizes = config.batch_size, config.micro_size
-    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, checksum.hexdigest())
+    data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, checksum.hexdigest())
+    return examples, model, data
 
 
 def describe(scores: dict[str, float]) -> str:
@@ -491,10 +477,8 @@ which have no training examples: above counting there, what it has learned in En
 def report(config: Config, result: dict) -> str:
     """A finished result as text: a table of the languages, and the gap to English."""
     lines = [f"\n{result['name']}: weights of step {result['step']}, best in English development\n"]
-    columns, rows = [result[kind] | {"mean": result[name]} for kind, name in COLUMNS.items()], []
-    for language in columns[0]:
-        cells = [describe(scores.get(language, {})) for scores in columns]
-        rows.append([language, *cells])
+    columns = [result[kind] | {"mean": result[name]} for kind, name in COLUMNS.items()]
+    rows = [[language, *(describe(scores.get(language, {})) for scores in columns)] for language in columns[0]]
     lines.append(markdown_table(["", "score", "guess without a model", "counting"], rows) + "\n")
     if result["gap"]:
         lines.append(f"English is above the mean of the other languages by {describe(result['gap'])}")

@@ -8,7 +8,7 @@ import os
 import threading
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,9 +93,9 @@ class Player:
         self.seen = []
         for moe in self.model.moe_layers:
             moe.watchers.append(lambda moe, h, routing, kept: self.seen.append((routing, kept)))
-        self.about = self.describe()
 
-    def describe(self) -> dict:
+    @cached_property
+    def about(self) -> dict:
         """The run, its routing settings at test, and the choosers that can replace its router."""
         model, constants = self.model, vars(self.model.config)
         moe = model.moe_layers[0]
@@ -104,9 +104,9 @@ class Player:
             names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
         else:
             names = [f"after layer {depth}" for depth in model.moe_after]
-        choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # Hash has no probabilities
-        if chooser == "trained":
-            choosers = ["trained", *choosers]
+        choosers = ["trained"] * (chooser == "trained")
+        if hasattr(router, "experts"):  # Hash has no probabilities
+            choosers += CHOOSERS
         t = constants.get("eval_threshold")
         trained = {
             "chooser": chooser,
@@ -176,7 +176,12 @@ class Player:
             return {"layers": None, "note": f"no validation text: {error}"}
         occurs = Counter()
         counts = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
-        for ids, nonpad in self.held_out(data):
+        if self.decodes:
+            batches = ((ids, None) for ids, _ in data.eval_batches("valid", VALIDATION_TOKENS))
+        else:
+            unmasked = data.eval_batches("valid", 1, VALIDATION_TOKENS, masked=())
+            batches = ((batch.ids, batch.nonpad) for _, _, batch in unmasked)
+        for ids, nonpad in batches:
             seen, _ = self.forward(ids, nonpad)
             tokens = ids.flatten() if nonpad is None else ids.flatten()[nonpad]  # (S,)
             occurs.update(tokens.tolist())
@@ -190,25 +195,14 @@ class Player:
         layers = [list(map(most_served, experts)) for experts in counts]
         return {"layers": layers, "note": f"{occurs.total():,} tokens of the validation text"}
 
-    def held_out(self, data) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches of the validation text: ids (B, T), unmasked, and the flat indices of non-padding tokens."""
-        if self.decodes:
-            for ids, _ in data.eval_batches("valid", VALIDATION_TOKENS):
-                yield ids, None
-        else:
-            for _, _, batch in data.eval_batches("valid", 1, VALIDATION_TOKENS):
-                ids = batch.ids.flatten().index_copy(0, batch.masked, batch.targets)
-                yield ids.view_as(batch.ids), batch.nonpad
-
 
 def chooser_of(router) -> str:
     """The page's name for a router; "trained" if the page cannot imitate it."""
     kind = type(router)
     if kind.forward is not Router.forward:
         return "trained"
-    if kind.choose is TopK.choose:
-        return "switch" if router.K == 1 else "topk"
-    return {other.choose: name for name, other in CHOOSERS.items()}.get(kind.choose, "trained")
+    choosers = {Threshold.choose: "threshold", TopK.choose: "switch" if router.K == 1 else "topk"}
+    return choosers.get(kind.choose, "trained")
 
 
 @contextmanager
@@ -222,7 +216,8 @@ def routed(model, setting: dict | None):
                 moe.router = copy.copy(moe.router)  # shares the parameters
                 moe.router.__class__ = kind = CHOOSERS[setting["chooser"]]
                 moe.router.K = setting["K"] if kind is TopK else kind.K or moe.router.E
-                moe.router.config = SimpleNamespace(threshold=setting["t"], eval_threshold=None)
+                constants = vars(moe.router.config) | {"threshold": setting["t"], "eval_threshold": None}
+                moe.router.config = SimpleNamespace(**constants)
         yield
     finally:
         for moe, (router, factor) in zip(model.moe_layers, before):

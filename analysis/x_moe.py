@@ -40,8 +40,7 @@ def umap(options: Umap):
     angle = torch.linspace(0, 2 * math.pi, 361)
     for axes, run in zip(drawing.axes, shared.loaded(runs, options)):
         x, expert = router_inputs(run, options.max_tokens)
-        plane = layout.fit_transform(x.numpy())
-        disk = poincare(torch.from_numpy(plane).double())
+        disk = poincare(torch.from_numpy(layout.fit_transform(x.numpy())).double())
         points = axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
         drawing.colorbar(points, ax=axes, label="expert", shrink=0.6)
         axes.plot(angle.cos(), angle.sin(), color="0.6", linewidth=1)
@@ -67,9 +66,8 @@ def router_inputs(run: TrainedRun, max_tokens: int) -> tuple[Tensor, Tensor]:
 
     run.model.moe_layers[0].watchers.append(watch)
     for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
-        ids, nonpad = run.context.send_all(batch.ids, batch.nonpad)
         with run.context.autocast():
-            run.model(ids, nonpad)
+            run.model(*run.context.send_all(batch.ids, batch.nonpad))
     states = torch.cat(states)
     if len(states) <= NEIGHBORS:
         raise ValueError(f"--max_tokens {max_tokens} is too small for UMAP with {NEIGHBORS} neighbours")
@@ -100,9 +98,8 @@ def collapse(options: FigureOptions):
         for i, depth in enumerate(sorted(run.config["moe_after"])):
             for evaluation in run.log:
                 layer = evaluation["layers"][i]
-                record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
-                record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
-                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
+                record = {"run": run.folder, "experts": f"{run.name}, layer {depth}", "step": evaluation["step"]}
+                records.append(record | {"perplexity": evaluation["ppl"], "RC": layer["rc"], "RF": layer["rf"]})
     panels = [
         Panel("RC: spread within over spread between experts (2c)", records, "experts", "step", "RC", from_zero=True),
         Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", from_zero=True),
@@ -139,6 +136,5 @@ def consistency(options: FigureOptions):
             rows += [records[-spans], records[-1]][:spans]  # the first and the last 100 steps
     if not records:
         raise ValueError("no two finished runs with experts differ only in --seed: run finetune_xtreme.py --seeds 2")
-    title = "1: all runs have the same loads"
-    panel = Panel(title, records, "encoder", "step", "consistency", levels, from_zero=True)
+    panel = Panel("1: all runs have the same loads", records, "encoder", "step", "consistency", levels, from_zero=True)
     shared.show(consistency, options, records, ("encoder", "step"), [panel], rows)

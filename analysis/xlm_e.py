@@ -43,9 +43,8 @@ def curve(options: FigureOptions):
             record = {"run": run.folder, "encoder": run.name, FLOPS: evaluation["flops"]}
             record |= {found: scores["retrieval"][layer], accuracy: scores["sentences"]["generator"]}
             records.append(record)
-    chance = {"chance": scores["chance"]}
     panels = [
-        Panel("Held-out translations", records, "encoder", FLOPS, found, chance),
+        Panel("Held-out translations", records, "encoder", FLOPS, found, {"chance": scores["chance"]}),
         Panel("Held-out sentences", records, "encoder", FLOPS, accuracy),
     ]
     shared.show(curve, options, records, ("encoder", FLOPS), panels)
@@ -76,16 +75,14 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
     records, rows = [], []
     for folder, (encoder, tokenizer) in encoders.items():
         columns = measure(context.place(encoder), tokenizer, context)
-        layers = []
-        for layer, numbers in enumerate(zip(*columns.values())):
-            record = {"run": str(folder), "encoder": names.get(folder, folder.name), "layer": layer}
-            layers.append(record | dict(zip(columns, numbers)))
+        about = {"run": str(folder), "encoder": names.get(folder, folder.name)}
+        numbers_by_layer = enumerate(zip(*columns.values()))
+        layers = [about | {"layer": layer} | dict(zip(columns, numbers)) for layer, numbers in numbers_by_layer]
         records += layers
         rows.append(layers[crosslingual.middle_layer(encoder.config.n_layer)])
     return records, rows
 
 
-TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
 PAPER_RETRIEVAL = {  # table 5: from English and back, means of 14 and of 36 languages
     "XLM-R": [(59.5, 57.6), (55.5, 53.4)],
     "InfoXLM": [(80.6, 77.8), (68.6, 67.3)],
@@ -144,7 +141,7 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
         texts = bitext_sets.held_out(ready("ciphers-pairs"))
         return texts, {"ciphers": list(texts)}
     texts, groups = bitext_sets.tatoeba(Path(source)), {}
-    for group, languages in TATOEBA.items():
+    for group, languages in {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}.items():
         groups[group] = [language for language in languages if language in texts]
         if not groups[group]:
             raise ValueError(f"{source} has no language of {group}")
@@ -182,14 +179,13 @@ def alignment(options: Alignment, demos: Callable):
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         errors = {}  # set -> AER by layer
         for name, pairs in sets.items():
-            links = []
-            for pair in tqdm(pairs, desc=name, disable=None):
-                links.append(align(pair, encoder, tokenizer, context, options.rounds))
-            errors[name] = [error_rate(layer, pairs) for layer in zip(*links)]
+            bar = tqdm(pairs, desc=name, disable=None)
+            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in bar]
+            errors[name] = [crosslingual.alignment_error(layer, pairs) for layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
     records, rows = by_layer(options, demos, measure)
-    diagonals = {name: error_rate(map(diagonal, pairs), pairs) for name, pairs in sets.items()}
+    diagonals = {name: crosslingual.alignment_error(map(diagonal, pairs), pairs) for name, pairs in sets.items()}
     mean = fmean(diagonals.values())
     rows.append({"encoder": "the diagonal", MEAN: mean} | diagonals)
     for name, percents in PAPER_ALIGNMENT.items() if source else ():
@@ -197,13 +193,6 @@ def alignment(options: Alignment, demos: Callable):
     title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
     panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)
-
-
-def error_rate(links: Iterable[set], pairs: list[Aligned]) -> float:
-    """AER in percent of the links predicted for each sentence pair."""
-    sure = [pair.sure for pair in pairs]
-    possible = [pair.possible for pair in pairs]
-    return 100 * crosslingual.alignment_error(list(links), sure, possible)
 
 
 def diagonal(pair: Aligned) -> set[tuple]:
@@ -222,10 +211,7 @@ def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list
     if len(rows[0]) > room + 2:
         rows = [[bos, *ids1[:room], eos], [bos, *ids2[:room], eos]]
     words1, words2 = words1[:room], words2[:room]
-    states = []  # (L + 1, T, D) per row
-    for row in rows:
-        layers, _ = crosslingual.hidden_states(encoder, [row], context)
-        states.append(torch.cat(layers))
+    states = [torch.cat(crosslingual.hidden_states(encoder, [row], context)[0]) for row in rows]  # (L + 1, T, D) each
     e = states[0][:, 1 : 1 + len(words1)]  # (L + 1, m, D)
     f = states[-1][:, -1 - len(words2) : -1]  # (L + 1, n, D)
     pi, xi = crosslingual.sinkhorn(e @ f.mT)
@@ -257,9 +243,8 @@ class Flops:
 
 def flops(options: Flops, sizes: dict):
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
-    print("XLM-E table 3: parameters of the discriminator with its head\n")
-    print(table3(sizes))
-    print("\nXLM-E table 4: training FLOPs of 125,000 steps with batches of 2,048 x 512 tokens\n")
+    print(f"XLM-E table 3: parameters of the discriminator with its head\n\n{table3(sizes)}\n")
+    print("XLM-E table 4: training FLOPs of 125,000 steps with batches of 2,048 x 512 tokens\n")
     print(table4(sizes["base"]))
 
 

@@ -51,19 +51,18 @@ def activations(options: EvalOptions, evaluate: Callable):
 
 def positive_share(run: TrainedRun, max_tokens: int) -> float:
     """Share of positive activations in the MoE layers, or in a dense model in every `moe_every`-th FFN."""
-    blocks = run.model.blocks
-    every = min(run.model.config.moe_every, len(blocks))
-    signs = Counter()
+    if run.model.moe_layers:
+        _, layers = test(run, max_tokens)
+        return mean_over_layers("positive", layers)
+    blocks, signs = run.model.blocks, Counter()
 
     def count(fc, inputs, a):
         signs.update(positive=int((a > 0).sum()), units=a.numel())
 
-    if not run.model.moe_layers:
-        for block in blocks[every - 1 :: every]:
-            block.ffn.fc.register_forward_hook(count)
-    _, layers = test(run, max_tokens)
-    if layers:
-        return mean_over_layers("positive", layers)
+    every = min(run.model.config.moe_every, len(blocks))
+    for block in blocks[every - 1 :: every]:
+        block.ffn.fc.register_forward_hook(count)
+    test(run, max_tokens)
     return signs["positive"] / signs["units"]
 
 
@@ -75,8 +74,7 @@ def gamma(options: EvalOptions, evaluate: Callable):
     """
     runs, records = shared.select_runs("train_lm", options), []
     for run in shared.loaded(runs, options, evaluate):
-        for point in test_limited(run, options.max_tokens):
-            records.append(run.record | point)
+        records += [run.record | point for point in test_limited(run, options.max_tokens)]
     panels = [
         Panel("By the limit (figure 4)", records, "experts", LIMIT, "perplexity"),
         Panel("By the compute spent", records, "experts", SPENT, "perplexity"),
@@ -139,10 +137,9 @@ def tokens(options: EvalOptions):
         served, orders = served_and_orders(run, options.max_tokens)
         for name, order in orders.items():
             for i, layer in enumerate(served):
-                groups = layer[order].float().tensor_split(10)
-                for number, group in enumerate(groups, 1):
-                    record = block_record(run, i) | {"sorted by": name, tenth: number, SERVED: float(group.mean())}
-                    records.append(record)
+                for number, group in enumerate(layer[order].float().tensor_split(10), 1):
+                    point = {"sorted by": name, tenth: number, SERVED: float(group.mean())}
+                    records.append(block_record(run, i) | point)
     for (name,), group in shared.grouped(records, "sorted by").items():
         panels.append(Panel(f"By {name}", group, "experts", tenth, SERVED, from_zero=True))
     shared.show(tokens, options, records, ("experts", "sorted by", tenth), panels)
@@ -184,8 +181,7 @@ def threshold(options: EvalOptions, evaluate: Callable):
     first, *others = threshold_runs(options)
     runs, trained, tested = [first], [], []
     for run in others:
-        allowed = {name: run.config[name] for name in ("seed", "threshold")}
-        if run.config == first.config | allowed:
+        if run.config == first.config | {name: run.config[name] for name in ("seed", "threshold")}:
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it differs from {first.folder} in more than --threshold and --seed")

@@ -73,9 +73,8 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
-            plain = crosslingual.retrieval(*vectors).tolist()
             shifted = [F.normalize(side - side.mean(dim=1, keepdim=True), dim=2) for side in vectors]
-            centred = crosslingual.retrieval(*shifted).tolist()
+            plain, centred = (crosslingual.both_directions(*both).mean(dim=0).tolist() for both in (vectors, shifted))
             scores.append((plain, centred, 1 / len(sides[0][:most])))
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
@@ -88,7 +87,6 @@ def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
     ratios = []
     for _ in range(1000):
         rows = torch.randint(R, (R,), generator=rng)
-        ratio = totals[rows].sum() / sizes[rows].sum()
-        ratios.append(ratio.double())
+        ratios.append((totals[rows].sum() / sizes[rows].sum()).double())
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return torch.stack(ratios).quantile(ends).tolist()

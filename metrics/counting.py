@@ -28,8 +28,7 @@ def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
 
 def unigrams(tokens: Tensor, V: int) -> Tensor:
     """(V,) the probability of each of V tokens, from tokens (N,)."""
-    uniform = torch.tensor(1 / V, dtype=torch.float64)
-    return interpolated(tokens.bincount(minlength=V), uniform)
+    return interpolated(tokens.bincount(minlength=V), torch.tensor(1 / V, dtype=torch.float64))
 
 
 def text_losses(data, steps: int) -> dict[str, float]:
@@ -43,9 +42,8 @@ def text_losses(data, steps: int) -> dict[str, float]:
     pairs = train.unfold(0, 2, 1).T  # (2, N) all bigrams
     seen = pairs[:, data.seen(steps)[1:]]  # those whose second token is a target
     held_out = test.unfold(0, 2, 1).T
-    single = unigrams(train, V)[test].log().mean()
     return {
-        "unigrams": -float(single),
+        "unigrams": -float(unigrams(train, V)[test].log().mean()),
         "bigrams": bigram_loss(seen, held_out, V),
         "all bigrams": bigram_loss(pairs, held_out, V),
     }
@@ -59,8 +57,7 @@ def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
     total = 0.0
     for token in first.unique():
         p = interpolated(following(token), single)
-        p = p[second[first == token]]
-        total -= float(p.log().sum())
+        total -= float(p[second[first == token]].log().sum())
     return total / len(first)
 
 
@@ -70,8 +67,7 @@ def neighbour_counts(keys: Tensor, tokens: Tensor, V: int):
     tokens = tokens[order]
 
     def count(key: Tensor) -> Tensor:
-        begin = torch.searchsorted(keys, key)
-        end = torch.searchsorted(keys, key + 1)
+        begin, end = torch.searchsorted(keys, torch.stack([key, key + 1]))
         return torch.bincount(tokens[begin:end], minlength=V)
 
     return count
@@ -90,8 +86,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     all_languages = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
     singles = [interpolated(text.bincount(minlength=V), all_languages) for text in train.split(sizes.tolist())]
-    language = torch.arange(len(sizes)).repeat_interleave(sizes)
-    keys = language * V + train  # a language and a token in one number
+    keys = torch.arange(len(sizes)).repeat_interleave(sizes) * V + train  # a language and a token in one number
     following = neighbour_counts(keys[:-1], train[1:], V)
     preceding = neighbour_counts(keys[1:], train[:-1], V)
     sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # per language: loss, correct tokens, all tokens
@@ -143,11 +138,9 @@ def remembered(data, language: str) -> list[str]:
     sizes = list(map(len, train))  # at least 1: each has the `</s>`, which weighs nothing
     begins = np.cumsum(sizes) - sizes
     weight = np.log(len(train) / n.clip(1)) ** 2  # squared: once for each of the two sources
-    squares = np.add.reduceat(weight[tokens], begins)
-    lengths = np.sqrt(squares) + 1e-9
+    lengths = np.sqrt(np.add.reduceat(weight[tokens], begins)) + 1e-9
     best = []
-    test, _ = texts(data, "test", language)
-    for text in test:
+    for text in next(texts(data, "test", language)):
         weights = np.zeros(data.vocab_size)
         weights[text] = weight[text]
         shared = np.add.reduceat(weights[tokens], begins)
@@ -167,12 +160,10 @@ def looked_up(data, language: str) -> list[str]:
     keys = [np.add.outer(V * source.astype(int), target).ravel() for source, target in zip(sources, targets)]
     keys, k = np.unique(np.concatenate(keys), return_counts=True)
     source, target = np.divmod(keys, V)
-    half = k / (n[source] + m[target])
-    order = half.argsort()
+    order = (k / (n[source] + m[target])).argsort()  # by half the coefficient
     best = np.zeros(V, int)  # an unknown token becomes <s>, which decoding drops
     best[source[order]] = target[order]  # of equal indices the last assignment counts
-    test, _ = texts(data, "test", language)
-    return [data.tokenizer.decode(best[text].tolist()) for text in test]
+    return [data.tokenizer.decode(best[text].tolist()) for text in next(texts(data, "test", language))]
 
 
 def distinct(texts: list[ndarray], V) -> tuple[list, ndarray]:

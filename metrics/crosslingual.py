@@ -1,6 +1,6 @@
 """How well languages are aligned: sentence retrieval and word alignment (XLM-E 4.4, 4.6)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,7 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
     """
     config = encoder.config
     room = config.block_size - 2
-    ids = tokenizer.encode_batch(list(texts))
-    rows = [[tokenizer.bos, *text[:room], tokenizer.eos] for text in ids]
+    rows = [[tokenizer.bos, *ids[:room], tokenizer.eos] for ids in tokenizer.encode_batch(list(texts))]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
     while order:
@@ -44,8 +43,7 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
         chunk, order = order[:size], order[size:]
         states, mask = hidden_states(encoder, [rows[i] for i in chunk], context)
         for layer, state in zip(vectors, states):
-            total = (state * mask.unsqueeze(2)).sum(dim=1)
-            layer[chunk] = F.normalize(total, dim=1)  # equal to the normalized mean
+            layer[chunk] = F.normalize((state * mask.unsqueeze(2)).sum(dim=1), dim=1)  # equal to the normalized mean
     return vectors
 
 
@@ -59,11 +57,6 @@ def both_directions(one: Tensor, two: Tensor) -> Tensor:
     forth = cosine.argmax(dim=2) == translation  # (L + 1, n)
     back = cosine.argmax(dim=1) == translation
     return torch.stack([forth, back]).float().mean(dim=2)
-
-
-def retrieval(one: Tensor, two: Tensor) -> Tensor:
-    """(L + 1,): the mean of both directions."""
-    return both_directions(one, two).mean(dim=0)
 
 
 def sinkhorn(similarity: Tensor, rounds: int = 2) -> tuple[Tensor, Tensor]:
@@ -110,19 +103,16 @@ def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set]:
 
     aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece belongs to.
     """
-    links = [set() for _ in aligned]
-    for layer, i, j in aligned.nonzero().tolist():
-        links[layer].add((one[i], two[j]))
-    return links
+    return [{(one[i], two[j]) for i, j in layer.nonzero().tolist()} for layer in aligned]
 
 
-def alignment_error(predicted: list[set], sure: list[set], possible: list[set]) -> float:
-    """AER over all sentences: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
+def alignment_error(predicted: Iterable[set], pairs: list) -> float:
+    """AER in percent over all sentence pairs: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
 
-    For each sentence, the links (word, word): predicted A, sure S, and possible P, a superset of S.
+    For each pair, the links (word, word): predicted A, `pair.sure` S, and `pair.possible` P, a superset of S.
     """
     correct = total = 0
-    for A, S, P in zip(predicted, sure, possible, strict=True):
-        correct += len(A & S) + len(A & P)
-        total += len(A) + len(S)
-    return 1 - correct / total
+    for A, pair in zip(predicted, pairs, strict=True):
+        correct += len(A & pair.sure) + len(A & pair.possible)
+        total += len(A) + len(pair.sure)
+    return 100 * (1 - correct / total)

@@ -76,14 +76,12 @@ def entities(sentences: list[list[str]]) -> set[tuple]:
 
 def squad_words(text: str) -> list[str]:
     """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
-    text = text.lower().translate(ASCII)
-    return re.sub(ARTICLES["en"], " ", text).split()
+    return re.sub(ARTICLES["en"], " ", text.lower().translate(ASCII)).split()
 
 
 def mlqa_words(text: str, language: str) -> list[str]:
     """MLQA: also without Unicode punctuation, with the language's own articles; each Chinese character is a word."""
-    text = text.lower().translate(ASCII)
-    text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "P")
+    text = "".join(letter for letter in text.lower().translate(ASCII) if unicodedata.category(letter)[0] != "P")
     if language in ARTICLES:
         text = re.sub(ARTICLES[language], " ", text)
     if language == "zh":

@@ -103,11 +103,9 @@ def profile(run: Callable, context) -> dict:
     times = Counter()
     for event in profiler.key_averages():
         if not on_gpu or event.device_type.name == "CUDA":  # on a GPU, kernels alone
-            name = event.key.removeprefix("aten::").removeprefix("void ")
-            name, *_ = name.split("<")  # drop template arguments
+            name, *_ = event.key.removeprefix("aten::").removeprefix("void ").split("<")  # no template arguments
             times[name[:60]] += getattr(event, time_key)
-    total = max(1, times.total())
-    shares = [f"{name} {time / total:.0%}" for name, time in times.most_common(6)]
+    shares = [f"{name} {time / max(1, times.total()):.0%}" for name, time in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
@@ -214,8 +212,7 @@ def time_steps(preset: str, config: Config, context, **changes):
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
     for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
-        constants = replace(base, router=router, split=split)
-        makers[router] = partial(training_step, constants, config.tokens, context)
+        makers[router] = partial(training_step, replace(base, router=router, split=split), config.tokens, context)
     return measure(makers, config, context)
 
 
@@ -277,21 +274,18 @@ def outcome(module: nn.Module, inputs: tuple, context) -> dict:
     Free memory of the allocator is filled with NaN first, which shows up if uninitialized memory is read.
     """
     module.to(context.device).zero_grad()
-    leaves, tensors, loss = {}, {}, 0.0
+    leaves = {}
     for number, x in enumerate(inputs):
         x = x.to(context.device, copy=True)
         leaves[f"input {number}"] = x.requires_grad_(x.is_floating_point())
     if context.device.type == "cuda":
-        sizes = [1 << 27, *64 * [1 << 18]]
-        blocks = [torch.full([size], math.nan, device="cuda") for size in sizes]
+        blocks = [torch.full([size], math.nan, device="cuda") for size in (1 << 27, *64 * [1 << 18])]
         del blocks
     with context.autocast():
         outputs = module(*leaves.values())
-    for number, y in enumerate(outputs):
-        if torch.is_tensor(y) and y.requires_grad:
-            tensors[f"output {number}"] = y
-            loss = loss + y.float().square().sum()
-    loss.backward()
+    differentiable = [y for y in outputs if torch.is_tensor(y) and y.requires_grad]
+    sum(y.float().square().sum() for y in differentiable).backward()
+    tensors = {f"output {number}": y for number, y in enumerate(differentiable)}
     leaves |= dict(module.named_parameters())
     for name, x in leaves.items():
         if x.grad is not None:
@@ -301,9 +295,7 @@ def outcome(module: nn.Module, inputs: tuple, context) -> dict:
 
 def compare(actual: dict, expected: dict, limit: float) -> dict:
     """Compares tensors by name: |x - y| / |y| of each must be less than the limit."""
-    errors = {}
-    for name, y in expected.items():
-        errors[name] = float(torch.dist(actual[name], y) / (y.norm() + 1e-12))
+    errors = {name: float(torch.dist(actual[name], y) / (y.norm() + 1e-12)) for name, y in expected.items()}
     wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
     worst = max(wrong or errors, key=errors.get)
     return {"right": not wrong, "error": errors[worst], "of": worst}
@@ -319,12 +311,11 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     mask = torch.arange(256) < lengths[:, None, None, None]
     inputs = torch.randn(8, 256, 256), mask, torch.randn(4, 256, 256)
     expected = outcome(attention, inputs, CPU)
-    actual = outcome(attention, inputs, context)
-    yield {"what": "attention"} | compare(actual, expected, 0.03)
+    yield {"what": "attention"} | compare(outcome(attention, inputs, context), expected, 0.03)
     router = ROUTERS["threshold"](constants, E=32)
-    h = torch.randn(4096, 256)
-    expected = outcome(router, (h,), context)
-    actual = outcome(parallel.Compiled(router), (h,), context)
+    h = (torch.randn(4096, 256),)
+    expected = outcome(router, h, context)
+    actual = outcome(parallel.Compiled(router), h, context)
     yield {"what": "compiled router"} | compare(actual, expected, 3e-4)  # bfloat16 gradients would differ by 2e-3
 
 
@@ -352,8 +343,7 @@ def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
         try:
             rows.extend(section(config, context))
         except Exception as error:
-            trace = traceback.format_exc().splitlines()
-            rows.append({"right": False, "error": repr(error), "traceback": trace})
+            rows.append({"right": False, "error": repr(error), "traceback": traceback.format_exc().splitlines()})
         results += [{"section": name} | row for row in rows]
         write(file, {"machine": context.machine | {"commit": commit}, "results": results})
         columns = [*rows[-1]]
@@ -371,9 +361,8 @@ def main():
     with clear_errors():
         context = setup(dtype="bfloat16" if config.part == "check" else config.dtype)
     gpu = context.device.type == "cuda"
-    device, dtype = context.machine["device"].replace(" ", "-"), context.machine["dtype"]
-    folder = ROOT / ("results/gpu" if gpu else "out/bench")
-    file = config.out or folder / f"{device}-{config.part}-{dtype}.json"
+    name = "{device}-{part}-{dtype}.json".format(part=config.part, **context.machine).replace(" ", "-")
+    file = config.out or ROOT / ("results/gpu" if gpu else "out/bench") / name
     results = run(sections_of(config.part, gpu), file, config, context)
     wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
     context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")

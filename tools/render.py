@@ -89,23 +89,20 @@ def table(folder: Path, line: str, source: str | None, columns: str) -> str:
         known = ", ".join(rows[0]) if rows else "no rows"
         raise ValueError(f"{line}: no such row or column; there are {known}")
     cells = [[row[name] for name in headers] for row in rows]
-    body = markdown_table(list(headers.values()), cells)
-    if source == "claims":  # its cells are sentences: padding them would make very wide lines
-        body = re.sub(" +(?= )|-+(?=---)", "", body)
-    return body
+    body = markdown_table([*headers.values()], cells)
+    # Claims are sentences: padding them would make very wide lines.
+    return re.sub(" +(?= )|-+(?=---)", "", body) if source == "claims" else body
 
 
 def runs(folder: Path, script: str, options: str) -> list[dict]:
     """The rows of a command that have results, averaged over seeds."""
     module = importlib.import_module(script)
     config = command_line(module.Config, module.PRESETS, shlex.split(options))
-    table = table_of(config, module.PRESETS, module.TABLES)
-    rows = []
+    table, rows = table_of(config, module.PRESETS, module.TABLES), []
     for labels, change in table.rows:
-        seeds = [cells_of(folder, one, module) for one in seeds_of(config, change)]
-        finished = [cells for cells in seeds if cells]
-        if finished:
-            rows.append((labels, finished))
+        seeds = [*filter(None, (cells_of(folder, one, module) for one in seeds_of(config, change)))]
+        if seeds:
+            rows.append((labels, seeds))
     return table.lines(rows)
 
 
