@@ -110,7 +110,7 @@ def test_names_list_the_constants_in_which_runs_differ():
 def test_router_classes_say_which_constants_they_read():
     for name, reads in {"dense": False, "hash": False, "threshold": True, "topk": False}.items():
         assert shared.reads(identity(train_lm.Config(router=name)), "threshold") is reads
-    with pytest.raises(ValueError, match="routers.py has no router 'of yesterday'"):
+    with pytest.raises(ValueError, match="router must be dense, FILE.py:NAME, or one of .*, not 'of yesterday'"):
         shared.router_of({"router": "of yesterday"})
 
 

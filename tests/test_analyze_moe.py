@@ -368,7 +368,7 @@ def test_unsuitable_runs_are_refused_in_one_line(place, tmp_path, monkeypatch, c
         ("gamma", lm["switch"], "--max_tokens", -1): "max_tokens must be over 0",
         ("gamma", lm["switch"], "--device", "nowhere"): "device nowhere",
         ("collapse", dense): f"{dense} is left out: it has no experts",
-        ("collapse", changed(sphere, router="of yesterday")): "routers.py has no router",
+        ("collapse", changed(sphere, router="of yesterday")): "router must be dense, FILE.py:NAME, or one of",
         ("umap", dense): "has no router that compares tokens",
         ("umap", changed(sphere, router="hash")): "has no router that compares tokens",
         ("umap", sphere, "--max_tokens", 64): "100 neighbours",

@@ -69,10 +69,10 @@ def edited(tmp_path, monkeypatch) -> Edited:
 
 
 DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
-LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
+LOOP = r"^        optimizer\.step\(\)$", "        optimizer.step(closure=None)"
 PRESET = r"^PRESETS = \{", 'PRESETS = {"mine": {}, '
 LOOK = r"^(    log_every: int = )\d+", r"\g<1>7"  # identifies no run
-COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
+COMMENT = r"^        optimizer\.step\(\)$", "        optimizer.step()  # and the next"
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
