@@ -67,7 +67,7 @@ class Config:
     frequency_bias: bool = True  # initialize the generator's output bias to the log frequencies of the training tokens
     relative_bias: bool = True  # gated relative position bias in both networks (section 3.3); the baseline has none
     # experts of the discriminator, or of the masked LM
-    router: str = "dense"  # dense, or a name in routers.ROUTERS; hypersphere is X-MoE's
+    router: str = "dense"  # dense, a name in routers.ROUTERS, or FILE.py:NAME; hypersphere is X-MoE's
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
     moe_after: tuple[int, ...] = (2,)  # insert a sparse layer after each of these layers, counted from 1

@@ -54,7 +54,7 @@ class Config:
     init_std: float = 0.03  # standard deviation of initial weights
     frequency_bias: bool = True  # add an output bias, initialized to the log frequencies of the training tokens
     # experts
-    router: str = "threshold"  # dense, or a name in routers.ROUTERS
+    router: str = "threshold"  # dense, a name in routers.ROUTERS, or FILE.py:NAME
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
     moe_every: int = 2  # every N-th block has experts instead of an FFN

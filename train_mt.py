@@ -63,7 +63,7 @@ class Config:
     dropout: float = 0.0  # dropout after embeddings, attention and FFN
     init_std: float = 0.04  # standard deviation of initial weights
     # its experts: XMoE's, which replace FFNs, or X-MoE's, between encoder layers
-    router: str = "threshold"  # dense, or a name in routers.ROUTERS
+    router: str = "threshold"  # dense, a name in routers.ROUTERS, or FILE.py:NAME
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
     moe_every: int = 2  # XMoE: every N-th block has experts instead of an FFN

@@ -197,6 +197,8 @@ def export(saved: SavedModel, run: Path, folder: Path):
 
     if saved.kind not in CLASSES:
         raise ValueError(f"{run} holds a {saved.kind}: pass a run of train_lm.py, train_mlm.py or train_electra.py")
+    if ":" in saved.constants["router"]:
+        raise ValueError(f"{run} has a router from a file: append its class to routers.py, train again, then export")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: pass another folder")
     tokenizer = load_tokenizer(run)

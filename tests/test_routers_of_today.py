@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TINY_LM, Script, constants, lively, result_of
+from helpers import ROOT, TINY_LM, Script, constants, lively, only_run, result_of
 
 import model
 import train_lm
+from engine import pretrained
 from engine.config import command_line, identity, run_name
 from engine.run import Run
 from metrics.flops import moe_flops
@@ -197,3 +198,5 @@ def test_each_router_trains_and_reports_its_losses(name, corpora, tmp_path, monk
     out = capsys.readouterr().out
     assert all(f"{loss} {value:.3f}" in out for loss, value in losses.items())
     assert "routers_of_today.py (Python 3" in str(result_of(tmp_path)["code"])
+    with pytest.raises(ValueError, match="has a router from a file: append its class to routers.py, train again"):
+        pretrained.export(only_run(tmp_path), tmp_path / "exported")
