@@ -98,11 +98,11 @@ def test_losses_have_the_values_and_weights_of_their_papers():
     z = [math.log(sum(math.exp(x) for x in row)) ** 2 for row in (h @ router.experts.t()).tolist()]
     assert losses.keys() == {"balance", "z"}
     assert losses["z"][0] == 0.001
-    assert float(losses["z"][1]) == pytest.approx(sum(z) / 40)
+    assert losses["z"][1].item() == pytest.approx(sum(z) / 40)
     router = made("relu")
     [(name, (weight, l1))] = router(h).losses.items()
     assert (name, float(weight)) == ("l1", pytest.approx(1e-8))
-    assert float(l1) == pytest.approx(float((h @ router.experts.t()).clamp(min=0).sum()) / 40)
+    assert l1.item() == pytest.approx(float((h @ router.experts.t()).clamp(min=0).sum()) / 40)
     assert made("bias")(h).losses == {}
 
 
@@ -162,6 +162,14 @@ def test_a_buffer_that_differs_between_processes_ends_the_run_in_one_line():
         run.check_buffers()
 
 
+def test_buffers_are_checked_at_every_checkpoint(options, monkeypatch, capsys):
+    def differ(run):
+        raise RouterError("bias differs")
+
+    monkeypatch.setattr(Run, "check_buffers", differ)
+    assert "bias differs" in Script(train_lm).refused(options, monkeypatch, capsys)
+
+
 def options_of(*line):
     return command_line(train_lm.Config, train_lm.PRESETS, [*line])
 
@@ -169,6 +177,7 @@ def options_of(*line):
 def test_constants_of_a_router_are_options_that_count():
     plain, changed = (options_of("--router", f"{FILE}:bias", *more) for more in ([], ["--bias_rate", "0"]))
     assert (plain.bias_rate, changed.bias_rate) == (0.001, 0.0)
+    assert "bias" not in ROUTERS  # the file's names stay its own
     assert identity(changed)["bias_rate"] == 0.0
     assert "bias_rate=0.0" in run_name(changed, train_lm.PRESETS)
     assert "bias_rate" not in run_name(plain, train_lm.PRESETS)
