@@ -55,9 +55,7 @@ class Config:
     frequency_bias: bool = True  # initialize the output bias to the log frequencies of the training tokens, else to 0
     relative_bias: bool = True  # XLM-E's gated relative position bias; without it the demo takes long to beat counting
     # experts
-    router: str = (
-        "hypersphere"  # dense, a name in routers.ROUTERS, or FILE.py:NAME; switch is the paper's baseline SMoE
-    )
+    router: str = "hypersphere"  # dense, a name in routers.ROUTERS (switch is the paper's SMoE), or FILE.py:NAME
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = "sigmoid"  # weight of a chosen expert; None: the router's default
     moe_after: tuple[int, ...] = (4,)  # insert a sparse layer after each of these layers, counted from 1
