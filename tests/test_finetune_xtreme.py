@@ -448,9 +448,10 @@ def test_predictions_do_not_need_labels(task, missing, options, source, tmp_path
     assert cells["English dev"][0] is not None
 
 
-def test_dropout_is_the_option_s_and_rows_fit_the_encoder(options):
+def test_dropout_and_balance_loss_are_the_options_and_rows_fit_the_encoder(options):
     """The constants that the encoder was trained with do not matter."""
-    _, _, model, data, _ = opened(options | {"dropout": 0.3, "block_size": 64})
+    _, _, model, data, _ = opened(options | {"dropout": 0.3, "balance_coef": 0.125, "block_size": 64})
+    assert {moe.router.config.balance_coef for moe in model.moe_layers} == {0.125}
     found = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     assert len(found) > 3
     assert set(found) == {0.3} == {layer.attn.dropout for layer in model.encoder.layers}
