@@ -79,6 +79,7 @@ GPT2 = Layout(
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
         "tie_word_embeddings": True,
     },
     constants={"router": "dense", "frequency_bias": False},
@@ -106,6 +107,7 @@ XLM_R = Layout(
         "pad_token_id": PAD,
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
+        "type_vocab_size": 1,
     },
     constants={"relative_bias": False},
     names={
