@@ -1,6 +1,6 @@
 """Routers of recent papers in a few lines each: python train_lm.py --router examples/routers_of_today.py:bias
 
-results/xmoe.md compares them with top-k. S tokens, E experts, K experts per token, D model width.
+tests/test_routers_of_today.py holds each to a literal loop. S tokens, E experts, K experts per token, D model width.
 """
 
 import torch
