@@ -164,7 +164,7 @@ class Router(nn.Module):
         return h @ experts.t()
 
     def tally(self, name: str, *shape: int):
-        """Registers a buffer of zeros for `count`."""
+        """In `__init__`: registers a counter for `count`, which checkpoints do not save."""
         self.register_buffer(name, torch.zeros(shape), persistent=False)
         self.tallies += (name,)
 
