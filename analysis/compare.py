@@ -105,8 +105,11 @@ def compare(options: Compare, scripts: dict[str, ModuleType]):
 
 
 def costs(result: dict) -> dict[str, float | None]:
+    """FLOPs and minutes, and whether routing is healthy: tokens without an expert, and the busiest expert's load."""
+    layers = (result.get("test") or result.get("valid") or {}).get("layers", [])
+    routing = {name: mean_over_layers(name, layers) for name in ("unserved", "imbalance") if name in dict(*layers[:1])}
     served = flops_of(result, "flops_served")
-    return {"FLOPs, nominal": flops_of(result), "FLOPs, served": served, "minutes": result["seconds"] / 60}
+    return {"FLOPs, nominal": flops_of(result), "FLOPs, served": served, "minutes": result["seconds"] / 60} | routing
 
 
 def find_seeds(folder: str) -> dict[int, TrainedRun]:

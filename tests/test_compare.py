@@ -111,8 +111,9 @@ def test_seeds_are_found_by_their_constants_and_compared_in_pairs(experiments, d
     assert "A and B differ in:\n  router topk, " in out
     assert "A - B by seed: 0: -0.7%, 1: -0.57%, 2: -0.77%\n" in out
     assert "test perplexity: A is lower, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
-    assert kept["table"][0] == ["side", "test perplexity", "FLOPs, nominal", "FLOPs, served", "minutes"]
-    assert kept["table"][1] == ["A", "88.39 ± 1.5001", "1e+06", "", "1.5"]
+    costs = ["FLOPs, nominal", "FLOPs, served", "minutes", "unserved"]
+    assert kept["table"][0] == ["side", "test perplexity", *costs]
+    assert kept["table"][1] == ["A", "88.39 ± 1.5001", "1e+06", "", "1.5", "1"]
     [effect] = [record for record in kept["records"] if "p" in record]
     assert [effect[name] for name in ("mean", "low", "high", "p")] == pytest.approx(
         [-0.68, -0.93, -0.43, 0.0073], abs=0.01
