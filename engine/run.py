@@ -286,7 +286,7 @@ class Run:
         buffers = {name: zlib.crc32(x.cpu().double().numpy().tobytes()) for name, x in self.model.named_buffers()}
         for others in self.context.gather(buffers):
             for name in differing(others, buffers):
-                problem = f"{name} of router {self.config.router} differs between processes"
+                problem = f"{name} of router {self.model.config.router} differs between processes"
                 raise RouterError(f"{problem}: count what it depends on with `tally` and `count`")
 
     def save_model(self, name: str, model, step: int, **state):

@@ -152,9 +152,9 @@ def test_a_tally_counts_each_micro_batch_once_and_is_summed_over_processes(recom
 
 
 def test_a_buffer_that_differs_between_processes_ends_the_run_in_one_line():
-    net = SimpleNamespace(named_buffers=lambda: [("blocks.1.ffn.router.bias", torch.zeros(3))])
+    config = SimpleNamespace(router="mine.py:bias")
     run = object.__new__(Run)
-    run.model, run.config = net, SimpleNamespace(router="mine.py:bias")
+    run.model = SimpleNamespace(config=config, named_buffers=lambda: [("blocks.1.ffn.router.bias", torch.zeros(3))])
     run.context = SimpleNamespace(gather=lambda x: [x, x])
     run.check_buffers()
     run.context = SimpleNamespace(gather=lambda x: [x, {name: 1 for name in x}])
