@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from textwrap import shorten
 from types import ModuleType
 
 from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, library, read_run, show
@@ -69,16 +70,17 @@ def compare(options: Compare, scripts: dict[str, ModuleType]):
     if len(options.folders) != 2:
         raise ValueError("pass two runs, such as out/train_lm/demo-router=topk out/train_lm/demo")
     sides = [*map(find_seeds, options.folders)]
-    script = check_comparable(options.folders, sides)
+    script, *names = check_comparable(options.folders, sides)
     _, number, words = SCRIPTS[script]
     if options.number:
         number = words = options.number
     values, records, losses = [], [], []
-    for name, side in zip("AB", sides):
+    for letter, name, side in zip("AB", names, sides):
         values.append({seed: number_of(number, run.result, scripts[script].cells) for seed, run in side.items()})
         for seed, run in side.items():
-            key = {"side": name, "run": f"seed {seed}"}
+            key = {"side": letter, "run": f"seed {seed}"}
             records.append(key | {words: values[-1][seed]} | costs(run.result))
+            key["side"] += f": {name}"
             losses += [key | {"step": line["step"], "training loss": line["train_loss"]} for line in run.log]
     scale, size, unit = (math.log, lambda d: 100 * math.expm1(d), "%") if number in RELATIVE else (float, float, "")
     differences = paired(*values, scale)
@@ -89,7 +91,7 @@ def compare(options: Compare, scripts: dict[str, ModuleType]):
     if len(pairs) > 1:
         *ends, p = interval(differences.values())
         mean, low, high = map(size, ends)
-        levels |= {"95% interval, low": low, "high": high}
+        levels |= {"mean of A - B": mean, "its 95% interval": (low, high)}
         records.append({"side": f"A - B {unit}", "mean": mean, "low": low, "high": high, "p": p})
         verdict = f"A is {'higher' if mean > 0 else 'lower'}"
         if low <= 0 <= high:
@@ -120,8 +122,11 @@ def find_seeds(folder: str) -> dict[int, TrainedRun]:
     return dict(sorted(seeds.items()))
 
 
-def check_comparable(folders: tuple, sides: list[dict]) -> str:
-    """Prints seeds and the constants that differ -> the script. Raises ValueError if the runs cannot be compared."""
+def check_comparable(folders: tuple, sides: list[dict]) -> list[str]:
+    """Prints seeds and the constants that differ -> the script, and a name for A and for B.
+
+    Raises ValueError if the runs cannot be compared.
+    """
     ours, other = (next(iter(side.values())) for side in sides)
     differ = unequal(ours.config | {"script": ours.script}, other.config | {"script": other.script})
     fixed = differ.keys() & {"script", "task", "tokenizer_checksum", "data_checksum"}
@@ -132,4 +137,5 @@ def check_comparable(folders: tuple, sides: list[dict]) -> str:
     for name, folder, side in zip("AB", folders, sides):
         print(f"{name}: {folder}, seeds {', '.join(map(str, side))}")
     print("A and B differ in:", *(f"{name} {x}, {y}" for name, (x, y) in differ.items()), sep="\n  ")
-    return ours.script
+    sides = ([f"{name} {x[i]}" for name, x in differ.items() if x[i] not in ("-", None)] for i in (0, 1))
+    return [ours.script, *(shorten(", ".join(side), 60) for side in sides)]

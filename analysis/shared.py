@@ -61,7 +61,7 @@ class Panel:
     by: str  # the key whose values name the lines; runs with the same name are seeds
     x: str
     y: str
-    levels: dict[str, float] = field(default_factory=dict)  # name -> y of a dashed horizontal line
+    levels: dict[str, float | tuple] = field(default_factory=dict)  # name -> y of a horizontal line, or both of a band
     joined: bool = True  # whether a line joins the points of a run
     from_zero: bool = False  # whether the y axis starts at 0
 
@@ -140,7 +140,10 @@ def draw(panels: list[Panel]):
     for axes, panel in zip(figure.axes, panels):
         axes.spines[["top", "right"]].set_visible(False)
         for name, height in panel.levels.items():
-            key[name] = axes.axhline(height, color="0.6", linestyle="--", label=name)
+            if isinstance(height, tuple):
+                key[name] = axes.axhspan(*height, color="0.9", label=name)
+            else:
+                key[name] = axes.axhline(height, color="0.6", linestyle="--" if height else "-", label=name)
         for name, runs in lines_of(panel).items():
             color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
             for points in runs if len(runs) > 1 else []:
@@ -173,11 +176,11 @@ def lines_of(panel: Panel) -> dict[str, list]:
 # The runs that a figure shows
 
 SCRIPTS = {  # script -> a constant or a metric that only its runs have, the number to compare, and what that is
-    "train_lm": ("min_learning_rate", "ours", "test perplexity"),
-    "train_mlm": ("predicted", "our perplexity", "validation perplexity"),
-    "train_mt": ("label_smoothing", "BLEU", "test BLEU"),
-    "train_electra": ("objective", "masked tokens right", "held-out masked tokens right"),
-    "finetune_xtreme": ("train_examples", "F1 or accuracy", "F1 or accuracy over languages"),
+    "train_lm": ("min_learning_rate", "ours", "test perplexity (lower is better)"),
+    "train_mlm": ("predicted", "our perplexity", "validation perplexity (lower is better)"),
+    "train_mt": ("label_smoothing", "BLEU", "test BLEU (higher is better)"),
+    "train_electra": ("objective", "masked tokens right", "held-out masked tokens right (higher is better)"),
+    "finetune_xtreme": ("train_examples", "F1 or accuracy", "F1 or accuracy over languages (higher is better)"),
 }
 UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the same name may differ in these
 

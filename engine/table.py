@@ -98,19 +98,35 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
         if config.table or config.seeds > 1:
             rows = table.render(results, cells)
             context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-        if config.seeds > 1 and not config.table:
-            same = {field: getattr(config, field) for field in vars(config).keys() & {"data", "pairs", "seed", "dtype"}}
-            preset = type(config)(**{"preset": config.preset} | presets[config.preset] | same)
-            names = results[0][0]["name"], run_name(preset, presets)  # of the preset on the same data
-            if len({*names}) == 2:
-                runs = shlex.join(str(Path(config.out_dir, name)) for name in names)
-                context.say(f"\ncompare seed by seed: python analyze.py compare {runs}")
+        command = config.seeds > 1 and not config.table and comparison(config, presets, results[0][0]["name"])
+        if command:
+            context.say(f"\n{command}")
     except (LookupError, TypeError, AttributeError) as error:  # written by an older version
         fail(f"a result.json in {config.out_dir} is not what this script writes ({error!r}): delete it")
     # Processes exit together, after a collective without tensors: a gloo thread that releases a tensor during Python's
     # shutdown would terminate the process.
     context.barrier()
     return results
+
+
+def comparison(config, presets: dict, name: str) -> str | None:
+    """The command that compares a run with one of the preset's router, or with the preset if it has that router."""
+    preset = type(config)(**{"preset": config.preset} | presets[config.preset])
+    options = changed(config, presets).keys()
+    routing = options & ({"router"} | unread(dataclasses.replace(config, router="dense")))
+    reset = routing or options - {"data", "pairs", "seed", "seeds", "dtype", "out_dir"}
+    other = dataclasses.replace(config, **{field: getattr(preset, field) for field in reset})
+    folder = Path(config.out_dir, run_name(other, presets))
+    if folder.name == name:
+        return None
+    words = "compare seed by seed: "
+    if not (folder / "result.json").exists():
+        options = ["--preset", config.preset]
+        for field, value in changed(other, presets).items():
+            for word in value if isinstance(value, tuple) else [value]:
+                options += [f"--{field}", str(word)]
+        words += f"python {Path(sys.argv[0]).name} {shlex.join(options)} && "
+    return f"{words}python analyze.py compare {shlex.join([str(folder.with_name(name)), str(folder)])}"
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:

@@ -16,6 +16,7 @@ from analysis.compare import interval, number_of, paired
 from engine.config import identity
 from engine.files import from_json, to_json
 
+MEASURE = "test perplexity (lower is better)"
 LAYER = {"wanted": 2.0, "served": 1.5}
 OURS, OTHERS = [88.37, 86.9, 89.9], [88.99, 87.4, 90.6]
 LOGS = {  # script -> the record of an evaluation, without its step and training loss, and a result
@@ -110,9 +111,9 @@ def test_seeds_are_found_by_their_constants_and_compared_in_pairs(experiments, d
     assert f"A: {experiments[0]}, seeds 0, 1, 2\nB: {experiments[1]}, seeds 0, 1, 2, 3\n" in out
     assert "A and B differ in:\n  router topk, " in out
     assert "A - B by seed: 0: -0.7%, 1: -0.57%, 2: -0.77%\n" in out
-    assert "test perplexity: A is lower, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
+    assert "test perplexity (lower is better): A is lower, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
     costs = ["FLOPs, nominal", "FLOPs, served", "minutes", "unserved"]
-    assert kept["table"][0] == ["side", "test perplexity", *costs]
+    assert kept["table"][0] == ["side", MEASURE, *costs]
     assert kept["table"][1] == ["A", "88.39 ± 1.5001", "1e+06", "", "1.5", "1"]
     [effect] = [record for record in kept["records"] if "p" in record]
     assert [effect[name] for name in ("mean", "low", "high", "p")] == pytest.approx(
@@ -121,8 +122,11 @@ def test_seeds_are_found_by_their_constants_and_compared_in_pairs(experiments, d
     thick = [line for line in training.lines if line.get_linewidth() == 2]
     assert [list(line.get_ydata()) for line in thick] == [[5.0, 2.5]] * 2
     assert len(training.lines) == 2 + 3 + 4
-    *ends, points = by_seed.lines
-    assert [line.get_ydata()[0] for line in ends] == pytest.approx([0, -0.93, -0.43], abs=0.01)
+    assert [line.get_label() for line in thick] == ["A: router topk", "B: router threshold, threshold 0.3"]
+    *levels, points = by_seed.lines
+    assert [line.get_ydata()[0] for line in levels] == pytest.approx([0, -0.68], abs=0.01)
+    [band] = by_seed.patches
+    assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((-0.93, -0.43), abs=0.01)
     assert list(points.get_ydata()) == pytest.approx([-0.697, -0.572, -0.773], abs=1e-3)
 
 
@@ -178,7 +182,7 @@ def test_the_demo_of_xlm_e_is_compared_by_its_masked_tokens(tmp_path, draw, caps
             (folder / "result.json").write_text(to_json(results[full]))
             (folder / "config.json").write_text(to_json(results[full]["config"]))
     _, kept, out = compared(draw, capsys, tmp_path / "0 0", tmp_path / "1 0")
-    assert "held-out masked tokens right: A is " in out
+    assert "held-out masked tokens right (higher is better): A is " in out
     assert len([record for record in kept["records"] if "seed" in record]) == 3
 
 
@@ -198,7 +202,7 @@ def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_p
         assert f"A and B differ in {name}: pass runs of one script on the same data" in error(a, other)
     assert "script" in error(a, write_run(tmp_path / "m/encoder", 0, script="train_mlm"))
     late = write_run(tmp_path / "s/late", 5, steps=9)
-    assert "no seed of both has test perplexity: train more seeds with --seeds 3" in error(a, late)
+    assert f"no seed of both has {MEASURE}: train more seeds with --seeds 3" in error(a, late)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "scipy.stats", None)
         assert "pip install scipy" in error(a, b)
@@ -214,15 +218,29 @@ def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, 
     def command(**changes) -> list[str]:
         capsys.readouterr()
         script.run(rest | {"preset": "tiny"} | changes, monkeypatch)
-        return [line for line in capsys.readouterr().out.splitlines() if "compare seed by seed: " in line]
+        lines = [line for line in capsys.readouterr().out.splitlines() if "compare seed by seed: " in line]
+        return [line.partition(": ")[2] for line in lines]
 
-    [line] = command(router="topk", seeds=2)
+    # A router is compared with the preset's, in runs that otherwise have the same options.
+    mine = {"router": "topk", "top_k": 2, "eval_tokens": 64, "seeds": 2}
+    [line] = command(**mine)
+    train, line = line.split(" && ")
+    _, file, *train = shlex.split(train)
+    assert file == "train_lm.py" and train[:2] == ["--preset", "tiny"]
+    assert "--router" not in train and "--top_k" not in train
+    monkeypatch.setattr(sys, "argv", [file, *train])
+    train_lm.main()
+    assert command(**mine) == [line]
+    assert "-eval_tokens=64" in shlex.split(line)[-1]
+    # A constant is compared with the preset.
     assert command() == command(seeds=2) == command(router="topk") == []
     [line] = command(router="topk", seeds=2)
-    _, _, name, *folders = shlex.split(line.partition(": ")[2])
-    assert name == "compare" and len(folders) == 2
+    _, _, name, *folders = shlex.split(line)
+    assert name == "compare" and [Path(folder).name.count("router=topk") for folder in folders] == [1, 0]
     _, kept, out = compared(draw, capsys, *folders)
-    assert "\ntest perplexity: " in out
+    assert f"\n{MEASURE}: " in out
     assert len([record for record in kept["records"] if "seed" in record]) == 2
     result = from_json((Path(folders[0]) / "result.json").read_text())
-    assert kept["records"][0]["test perplexity"] == number_of("ours", result, train_lm.cells)
+    assert kept["records"][0][MEASURE] == number_of("ours", result, train_lm.cells)
+    [line] = command(weight_decay=0.5, seeds=2)
+    assert shlex.split(line)[-1] == folders[1]
