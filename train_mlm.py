@@ -4,7 +4,6 @@
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate softmax --routing_dim 4         another gate, and a sphere of fewer dimensions
     python train_mlm.py --table 2                              every row of a table, next to the paper's numbers
-    python train_mlm.py --preset small                         more text: see `messages` in data/README.md
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
 Each evaluation prints the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC, how
@@ -37,7 +36,7 @@ from model import PAD, MaskedLM, cross_entropy
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, small, or base (the paper's)
+    preset: str = "demo"  # demo, or base (the paper's)
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # train this many seeds and report mean and standard deviation
     data: str = "ciphers"  # a folder of LANGUAGE.txt files, a corpus under data/prepared, or a prepared folder
@@ -105,16 +104,7 @@ BASE |= dict(frequency_bias=False, relative_bias=False, rel_bias_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, dtype="auto")
-# Real text in 48 languages, and a narrow encoder: 15 minutes on one core.
-SMALL = dict(data="messages", n_embd=64, ffn_size=256, block_size=64, init_std=0.02)
-SMALL |= dict(expert_size=256, gate=None)
-SMALL |= dict(steps=10_000, learning_rate=2e-3)
-SMALL |= dict(eval_every=2000, eval_tokens=1 << 17, eval_maskings=3, dtype="auto")
-PRESETS = {
-    "demo": {},
-    "small": SMALL,
-    "base": BASE,
-}
+PRESETS = {"demo": {}, "base": BASE}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables. In tables 3 and 5 the paper's numbers are XNLI and MLQA (F1 / EM) after fine-tuning.

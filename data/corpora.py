@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data import ciphers, files, messages
+from data import ciphers, files
 from data.english import pydocs
 from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
@@ -251,7 +251,6 @@ CORPORA = {
     "openwebtext": Corpus("text", text, openwebtext, vocabulary="gpt2"),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "messages": Corpus("languages", messages.by_language, vocabulary="messages"),
     "ciphers": Corpus("languages", convert=ciphers.by_language, **CIPHERS),
     "ciphers-backwards": Corpus("languages", convert=partial(ciphers.by_language, backwards=True), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),

@@ -1,7 +1,6 @@
 """Preparing data: splits share no text, and a prepared folder is complete or absent."""
 
 import gzip
-import hashlib
 import json
 import os
 import shutil
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,7 +18,7 @@ import pytest
 from filelock import FileLock
 from helpers import ROOT, write_files
 
-from data import bitext_sets, corpora, english, messages, tokenizers, xtreme
+from data import bitext_sets, corpora, english, tokenizers, xtreme
 from data import folder as prepared
 from data import prepare as preparing
 from data.files import SPLITS, has_words, named_split, read_documents, source_files, split_of
@@ -763,76 +761,3 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert not set("zk") & set("".join(words))  # the letters of the held-out pairs
     for word in words:  # BPE, not unigram: every longer piece merges two others
         assert len(word) == 1 or any(word[:i] in pieces and word[i:] in pieces for i in range(1, len(word)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages from a package that is not installed
-
-
-def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]) -> Path:
-    """A wheel of Home Assistant with {component: {language: messages}}, accepted as PyPI's."""
-    path = folder / f"{messages.HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("homeassistant/strings.json", "{}")
-        for component, languages in components.items():
-            for language, texts in languages.items():
-                name = f"homeassistant/components/{component}/translations/{language}.json"
-                archive.writestr(name, json.dumps(texts))
-    monkeypatch.setattr(messages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(preparing, "PREPARED", folder / "prepared")
-    return path
-
-
-@pytest.fixture
-def wheel(tmp_path, monkeypatch) -> Path:
-    """400 messages in German and English, and one in Nepali."""
-    english = dict(enumerate(lines_of("en", 400)))
-    german = {key: text.replace("en", "de") for key, text in english.items()}
-    return home_wheel(monkeypatch, tmp_path, {"lamp": {"en": english, "de": german, "ne": {"3": "eka"}}})
-
-
-def test_messages_are_aligned_by_key(tmp_path, monkeypatch):
-    english = {"step": {"title": "Set  up\n{name}", "host": "Host", "two": "{a} of {b}", "lost": "One"}, "list": ["x"]}
-    german = {"step": {"host": "Host", "title": "{name} einrichten", "two": "{b}: {a}", "more": "Zwei"}, "list": ["y"]}
-    portuguese = {"step": {"title": "Configurar {nome}", "two": "{a} {a} {b}", "host": "Servidor", "lost": ""}}
-    components = {"a": {"en": english, "de": german, "pt-BR": portuguese}, "b": {"de": {"step": "no English file"}}}
-    components["c"] = {"en": {"step": "Set up"}, "de": {"step": "Einrichten"}, "fr": {"step": {"host": "no table"}}}
-    wheel = home_wheel(monkeypatch, tmp_path, components)
-    # without the German "Host", which is English, and Portuguese with other placeholders
-    assert messages.home_messages(wheel) == {
-        ("de", "Set up {name}", "{name} einrichten"),
-        ("de", "{a} of {b}", "{b}: {a}"),
-        ("pt_BR", "Host", "Servidor"),
-        ("de", "Set up", "Einrichten"),
-    }
-
-
-def test_messages_are_split_by_their_english_and_never_leak(monkeypatch):
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
-    english = {split: [] for split in SPLITS}
-    for i in range(200):
-        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
-    valid, train = english["valid"][:2], english["train"][:3]
-    aligned = {("de", text, f"de {text}") for text in (valid[0], train[0])}
-    # a German text of English texts in two splits, and a translation that is an English text of another split
-    aligned |= {("de", train[1], "doppelt"), ("de", valid[1], "doppelt"), ("de", train[2], valid[0])}
-    aligned |= {("en_GB", train[0], train[0]), ("en_GB", train[1], train[1]), ("af", train[0], "one alone")}
-    monkeypatch.setattr(messages, "home_messages", lambda source: aligned)
-    rows = {language: set(rows) for language, rows in messages.by_language(None).items()}
-    assert rows.keys() == {"de", "en_GB", "en"}
-    assert rows["de"] == {("valid", f"de {valid[0]}"), ("train", f"de {train[0]}")}
-    assert rows["en_GB"] == {("train", train[0]), ("train", train[1])}
-    assert rows["en"] == {("train", train[0]), ("train", train[1]), ("valid", valid[0])}
-
-
-def test_meta_lists_the_languages_and_versions_read(wheel, monkeypatch):
-    changed = corpora.CORPORA["messages"]._replace(learn_options=dict(vocab_size=300))
-    monkeypatch.setitem(corpora.CORPORA, "messages", changed)
-    meta = meta_of(prepare("messages", wheel, languages="de"))
-    assert list(meta["languages"]) == ["de"]
-    assert list(meta["versions"]) == ["python"]
-
-
-def test_another_wheel_is_refused(wheel):
-    wheel.write_bytes(wheel.read_bytes()[:-1])
-    assert "is not PyPI's wheel of homeassistant==2026.2.3" in refusal("messages", wheel)
