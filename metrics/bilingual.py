@@ -17,33 +17,28 @@ from model import Encoder, MaskedLM
 def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskings: int) -> dict:
     """Accuracy on masked tokens of one half of a pair, `with` the unmasked other half in the input and `without` it.
 
-    Both mask the same tokens, out of at most `eval_tokens`. `effect`: the 95% interval of the difference, bootstrapped
-    over pairs.
+    Both mask the same tokens, out of at most `eval_tokens`. `effect`: the 95% interval of the difference, for a ratio
+    of sums over pairs.
     """
-    args = model, pairs, config, context, maskings
-    correct, masked = correct_by_pair(*args, both_shown=True)
-    correct_alone, _ = correct_by_pair(*args, both_shown=False)
-    total = masked.sum()
-    return {
-        "with": float(correct.sum() / total),
-        "without": float(correct_alone.sum() / total),
-        "effect": bootstrap(correct - correct_alone, masked),
-    }
-
-
-def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tensor:
-    """(2, R): the correctly predicted and the masked tokens of each held-out pair, over both halves."""
     args = "valid", maskings, config.eval_tokens, context.rank, context.world
-    local, total = Counter(), Counter()  # (half, first row of a batch) -> counts (2, B), summed over maskings
+    local, total = Counter(), Counter()  # first row of a batch -> counts (4, B), summed over halves and maskings
     for half in (0, 1):
-        shown = (0, 1) if both_shown else (half,)
-        for _, first, batch in pairs.eval_batches(*args, masked=(half,), shown=shown):
-            local[half, first] += correct_by_row(model, batch, context)
+        both_shown = pairs.eval_batches(*args, masked=(half,))
+        one_shown = pairs.eval_batches(*args, masked=(half,), shown=(half,))
+        for (_, first, both), (_, _, one) in zip(both_shown, one_shown):
+            local[first] += torch.cat([correct_by_row(model, batch, context) for batch in (both, one)])
     for counts in context.gather(local):
         total.update(counts)
-    rows = [total[key] for key in sorted(total)]  # (2, B) each
-    first_half, second_half = torch.cat(rows, dim=1).chunk(2, dim=1)
-    return first_half + second_half
+    rows = [total[first] for first in sorted(total)]
+    correct, masked, correct_alone, _ = torch.cat(rows, dim=1)  # (R,) each
+    n, gain = masked.sum(), correct - correct_alone
+    mean = gain.sum() / n
+    error = (gain - mean * masked).square().sum().sqrt() / n
+    return {
+        "with": float(correct.sum() / n),
+        "without": float(correct_alone.sum() / n),
+        "effect": [float(mean - 1.96 * error), float(mean + 1.96 * error)],
+    }
 
 
 @torch.no_grad()
@@ -79,14 +74,3 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
     return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
-
-
-def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
-    """95% bootstrap interval of sum(totals) / sum(sizes), (R,) each, resampling rows with replacement."""
-    rng, R = torch.Generator().manual_seed(0), len(sizes)
-    ratios = []
-    for _ in range(1000):
-        rows = torch.randint(R, (R,), generator=rng)
-        ratios.append((totals[rows].sum() / sizes[rows].sum()).double())
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(ratios).quantile(ends).tolist()

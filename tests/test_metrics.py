@@ -14,7 +14,6 @@ from test_flops import small
 
 from engine.device import Context
 from metrics import bits_per_byte, crosslingual, perplexity
-from metrics.bilingual import bootstrap
 from metrics.routing import RoutingStats, describe_routing, mean_over_layers, representation_collapse
 from model import MoE, x_moe_layer, xmoe_layer
 from routers import NOT_CHOSEN, ROUTERS
@@ -213,16 +212,3 @@ def test_itermax_equals_a_loop_and_simaligns(m, n):
     SentenceAligner = pytest.importorskip("simalign").SentenceAligner
     for plan, links in zip(similarity + 0.01, crosslingual.itermax(similarity + 0.01)):
         assert torch.equal(links, torch.from_numpy(SentenceAligner.iter_max(plan.numpy(), 2)) > 0)
-
-
-def test_the_bootstrap_interval_approximates_the_normal_one():
-    equal_rows = bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
-    assert equal_rows == [0.75, 0.75]
-    torch.manual_seed(0)
-    sizes = torch.randint(1, 9, (400,))
-    totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
-    share = float(totals.sum() / sizes.sum())
-    low, high = bootstrap(totals, sizes)
-    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio estimator
-    assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
-    assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)
