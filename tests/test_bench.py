@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -79,24 +78,12 @@ def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
 
-def test_a_profile_lists_operations_and_on_a_gpu_syncs_and_peak_memory(monkeypatch):
-    def run():
-        torch.ones(300, 300) @ torch.ones(300, 300)
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-
-    assert "mm " in bench.profile(run, CPU)["operations"]
-    modes = []
-    monkeypatch.setattr(timing, "clock", lambda context: 0.0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+def test_peak_memory_is_beyond_what_is_allocated_before(monkeypatch):
+    assert bench.peak_memory(list, CPU) == {}
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
-    facts = bench.profile(run, replace(CPU, device=torch.device("cuda")))
-    line = run.__code__.co_firstlineno + 2
-    assert facts["host_waits"] == {f"test_bench.py:{line}": 1}
-    assert facts["peak_mb"] == 2
-    assert modes == ["warn", "default"]
+    assert bench.peak_memory(list, replace(CPU, device=torch.device("cuda"))) == {"peak_mb": 2}
 
 
 def test_layer_compares_every_router_and_mixtral_with_the_dense_layer(results, monkeypatch, capsys):
@@ -145,10 +132,7 @@ def test_flops_count_the_rows_that_are_served(router, served):
     assert ours["rows_per_token"] == served / 64
     ffn = model.FFN(shape, "tanh")
     _, dense = bench.layer(ffn, h, bench.flops.matrix_flops(ffn), CPU)
-    # Read and write each token twice; read matrices and biases twice, write their gradients: 4 bytes a number
-    least = 4 * (4 * 64 * 16 + 3 * (2 * 16 * 8 + 8 + 16))
     assert dense["gflops"] == pytest.approx(3 * 64 * 2 * 2 * 16 * 8 / 1e9)
-    assert dense["least_mb"] == pytest.approx(least / 1e6)
 
 
 def test_step_times_training_steps_of_equal_flops():
