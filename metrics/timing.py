@@ -1,6 +1,5 @@
 """Times of calls, taken in turns."""
 
-import math
 import time
 from collections.abc import Callable
 
@@ -8,18 +7,15 @@ import torch
 from tqdm import tqdm
 
 
-def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
+def in_turns(calls: dict[object, Callable], context, rounds: int) -> dict[object, list]:
     """Times each call in turn, round by round -> milliseconds per call and round.
 
-    The first round is a warm-up. The order reverses every round, so that no call always follows the same one. A call
-    drops out once its times add up to `patience` seconds.
+    The first round is a warm-up. The order reverses every round, so that no call always follows the same one.
     """
     times = {name: [] for name in calls}
     order = list(calls)
     for turn in tqdm(range(1 + rounds), desc="timing", unit="round", leave=False, disable=None):
         for name in order:
-            if sum(times[name]) > 1e3 * patience:
-                continue
             start = clock(context)
             calls[name]()
             if turn > 0:

@@ -43,7 +43,6 @@ from routers import ROUTERS
 
 ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
-PATIENCE = 5.0  # seconds, after which a contender does not run again
 Contender = tuple[Callable, dict]  # a function to time; facts for its record
 
 
@@ -71,14 +70,13 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
-    times = timing.in_turns(runs, context, config.rounds, PATIENCE)
+    times = timing.in_turns(runs, context, config.rounds)
     for name, run in runs.items():
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         baseline = records[0]["teraflops"] if records else speed
         record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": baseline / speed}
-        record |= {"runs": len(times[name]), "teraflops": speed}
-        records.append(record | facts[name] | peak_memory(run, context))
+        records.append(record | {"teraflops": speed} | facts[name] | peak_memory(run, context))
     return records
 
 
