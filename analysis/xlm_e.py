@@ -202,7 +202,7 @@ def diagonal(pair: Aligned) -> set[tuple]:
 
 
 def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list[set]:
-    """The links between the words of two sentences, by layer. Sentences that are too long are cut."""
+    """The links by layer: pairs of words with an aligned pair of pieces. Sentences that are too long are cut."""
     bos, eos = tokenizer.bos, tokenizer.eos
     room = encoder.config.block_size - 2
     ids1, words1 = pieces(pair.one, tokenizer)
@@ -216,7 +216,7 @@ def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list
     f = states[-1][:, -1 - len(words2) : -1]  # (L + 1, n, D)
     pi, xi = crosslingual.sinkhorn(e @ f.mT)
     aligned = crosslingual.itermax(pi) if rounds == 2 else crosslingual.each_others_best(xi)
-    return crosslingual.word_links(aligned, words1, words2)
+    return [{(words1[i], words2[j]) for i, j in layer.nonzero().tolist()} for layer in aligned]
 
 
 def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:

@@ -98,14 +98,6 @@ def each_others_best(plan: Tensor) -> Tensor:
     return in_row & in_column
 
 
-def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set]:
-    """By layer, the pairs (word, word) with at least one aligned pair of pieces.
-
-    aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece belongs to.
-    """
-    return [{(one[i], two[j]) for i, j in layer.nonzero().tolist()} for layer in aligned]
-
-
 def alignment_error(predicted: Iterable[set], pairs: list) -> float:
     """AER in percent over all sentence pairs: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
 
