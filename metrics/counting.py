@@ -4,7 +4,6 @@ Counts are interpolated as in Witten and Bell (1991): if n tokens were seen, `ki
 n / (n + kinds), and a less specific distribution has the rest. A large training text is not counted.
 """
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -89,7 +88,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     keys = torch.arange(len(sizes)).repeat_interleave(sizes) * V + train  # a language and a token in one number
     following = neighbour_counts(keys[:-1], train[1:], V)
     preceding = neighbour_counts(keys[1:], train[:-1], V)
-    sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # per language: loss, correct tokens, all tokens
+    sums = torch.zeros(2, 3, dtype=torch.float64)  # loss, correct tokens, all tokens
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
@@ -98,23 +97,18 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
         left = key + ids[batch.masked - 1]
         right = key + ids[batch.masked + 1]  # at the end of a row, the `<s>` of the next
         for m, target in enumerate(batch.targets):
-            language = batch.language[m]
-            single = singles[language]
+            single = singles[batch.language[m]]
             after = interpolated(following(left[m]), single)
             before = interpolated(preceding(right[m]), single)
             both = after * before / single
             for totals, p in zip(sums, (single.clone(), both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                totals[language] += torch.stack([loss, p.argmax() == target, torch.ones(())])
+                totals += torch.stack([loss, p.argmax() == target, torch.ones(())])
     scores = {}
     for name, totals in zip(("tokens", "neighbours"), sums):
-        loss, right, _ = totals.sum(dim=0) / totals[:, 2].sum()
-        scores[name] = {"ppl": float(loss.exp()), "right": float(right), "languages": {}}
-        losses, _, counts = totals.T.tolist()
-        for language, loss, count in zip(data.languages, losses, counts):
-            if count:
-                scores[name]["languages"][language] = math.exp(loss / count)
+        loss, right, _ = totals / totals[2]
+        scores[name] = {"ppl": float(loss.exp()), "right": float(right)}
     return scores
 
 

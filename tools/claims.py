@@ -163,8 +163,7 @@ def result_of(folder: Path, name: str) -> dict:
 def by_seed(folder: Path, run: str) -> dict[int, dict]:
     """{seed: result} of SCRIPT/RUN and of the runs that differ from it only in their seed."""
     config = result_of(folder, run)["config"]
-    names = [name for name, result in results_of(folder).items() if not unequal(config, result.get("config", {}))]
-    results = [result_of(folder, name) for name in names]
+    results = [result for result in results_of(folder).values() if not unequal(config, result.get("config", {}))]
     return {result["config"]["seed"]: result for result in sorted(results, key=lambda x: x["config"]["seed"])}
 
 
