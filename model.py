@@ -338,10 +338,10 @@ class SparseModel(nn.Module):
             for layer in chain(*lists) if isinstance(model, SparseModel) else ():
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def init_weights(self, std: float, written_std: float):
+    def init_weights(self, smaller: float = 1.0):
         """Draws matrices from normal distributions and zeroes biases; routers and norms have their own initialization.
 
-        written_std: for matrices that write to the residual stream.
+        smaller: a divisor for matrices that write to the residual stream; as in GPT-2, larger in deeper models.
         """
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
@@ -350,7 +350,7 @@ class SparseModel(nn.Module):
                 nn.init.zeros_(p)
             else:
                 writes = name.endswith(("proj.weight", "w_out"))
-                nn.init.normal_(p, std=written_std if writes else std)
+                nn.init.normal_(p, std=self.config.init_std / (smaller if writes else 1))
             if name.endswith("w_out") and ".ffns." in name:  # as in BASE Layers: a stack starts as the identity
                 nn.init.zeros_(p)
 
@@ -589,9 +589,7 @@ class GPT(SparseModel):
         self.blocks = nn.ModuleList(Block(config, V, has_experts) for has_experts in sparse)
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
-        # GPT-2: matrices that write to the residual stream start smaller in deeper models.
-        deep = math.sqrt(2 * config.n_layer)
-        self.init_weights(config.init_std, config.init_std / deep)
+        self.init_weights(math.sqrt(2 * config.n_layer))
 
     def hidden(self, ids, nonpad=None, states=None):
         """ids (B, T) -> final hidden states (B, T, D), the routers' losses summed over layers (scalar).
@@ -690,7 +688,7 @@ class Encoder(SparseModel):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
         self.moe_after = layers_before_sparse(config)
         self.moes = nn.ModuleList(x_moe_layer(config, V, "none") for _ in self.moe_after)
-        self.init_weights(config.init_std, config.init_std)
+        self.init_weights()
 
     def forward(self, ids, nonpad=None, states=None):
         """ids (B, T) -> hidden states (B, T, D), the routers' losses summed over sparse layers (scalar).
@@ -790,9 +788,7 @@ class Translator(SparseModel):
         self.decoder = self.blocks(config.decoder_layers, decoder=True)
         self.ln_e = nn.LayerNorm(D)
         self.ln_d = nn.LayerNorm(D)
-        # As in GPT-2, matrices that write to the residual stream start smaller in deeper models.
-        deep = math.sqrt(2 * max(config.n_layer, config.decoder_layers))
-        self.init_weights(config.init_std, config.init_std / deep)
+        self.init_weights(math.sqrt(2 * max(config.n_layer, config.decoder_layers)))
 
     def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
         config, sparse = self.config, [False] * layers
