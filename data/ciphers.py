@@ -39,22 +39,29 @@ for number, language in enumerate(LANGUAGES):
     random.Random(number).shuffle(ALPHABETS[language])
 
 
-def encipher(pieces: Iterable[int], language) -> str:
-    return "".join(ALPHABETS[language][piece] for piece in pieces)
+def encipher(pieces: Iterable[int], language, backwards=False) -> str:
+    """The text in a language; backwards: reversed, except in English.
+
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual if a language is reversed: a
+    measure of multilinguality should show this.
+    """
+    text = "".join(ALPHABETS[language][piece] for piece in pieces)
+    return text[::-1] if backwards and language != "en" else text
 
 
-def by_language(english: Records) -> dict[str, Records]:
+def by_language(english: Records, backwards=False) -> dict[str, Records]:
     """Each language's share of the documents, as rows (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = deal_documents(documents)
     rows = defaultdict(list)
     for share, language in zip(shares, LANGUAGES):
         for split, sentences in [("train", [range(PIECES)]), *share]:  # first all pieces: rare ones have tokens, too
-            rows[language].append((split, encipher(chain.from_iterable(sentences), language)))
+            text = encipher(chain.from_iterable(sentences), language, backwards)
+            rows[language].append((split, text))
     return rows
 
 
-def by_pair(english: Records) -> dict[str, Records]:
+def by_pair(english: Records, backwards=False) -> dict[str, Records]:
     """Texts of SHORTEST to LONGEST pieces for every two paired languages, in both orders."""
     documents, names = in_pieces(english)
     *_, paired = deal_documents(documents)
@@ -70,7 +77,7 @@ def by_pair(english: Records) -> dict[str, Records]:
     pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
     for pair, splits, pair_texts in deal_texts(pairs, texts):
-        sides = ([encipher(text, language) for text in pair_texts] for language in pair)
+        sides = ([encipher(text, language, backwards) for text in pair_texts] for language in pair)
         rows["-".join(pair)] = list(zip(splits, *sides))
     return rows
 

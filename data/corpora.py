@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -251,8 +252,10 @@ CORPORA = {
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
     "ciphers": Corpus("languages", convert=ciphers.by_language, **CIPHERS),
+    "ciphers-backwards": Corpus("languages", convert=partial(ciphers.by_language, backwards=True), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
     "ciphers-pairs": Corpus("pairs", convert=ciphers.by_pair, **CIPHERS),
+    "ciphers-backwards-pairs": Corpus("pairs", convert=partial(ciphers.by_pair, backwards=True), **CIPHERS),
     "ciphers-mt": Corpus("pairs", convert=ciphers.to_english, **CIPHERS_MT),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
