@@ -54,6 +54,7 @@ class Config:
     lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; 50 as in the paper slows the generator
     mask_share: float = 0.4  # share of tokens to mask; with the paper's 0.15 the demo learns less
     masks: Literal["all", "bert", "electra"] = "all"  # what replaces masked tokens in training: see MASKS
+    span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
     generator_layers: int = 4  # generator layers, of the same width; with 2 the demo aligns its languages too late
     n_layer: int = 4  # discriminator layers, not counting sparse ones
@@ -402,7 +403,8 @@ def train(config: Config, context) -> dict:
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     """Opens both corpora. Raises ValueError if their vocabularies differ."""
-    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "replace": MASKS[config.masks]}
+    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
+    options["replace"] = MASKS[config.masks]
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:

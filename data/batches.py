@@ -162,14 +162,15 @@ class MaskedData(Prepared):
     """
 
     exponent: float = 0.7  # of `probabilities`
-    mask_share: float = 0.15  # this and the next: see Masking
+    mask_share: float = 0.15  # this and the next two: see Masking
     replace: tuple[float, float] = (0.8, 0.1)
+    span: float | None = None
 
     kind = "languages"
 
     def __post_init__(self):
         super().__post_init__()
-        self.masking = Masking(self.tokenizer, self.mask_share, self.replace)
+        self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
 
     def draw_languages(self, rng, split, count: int) -> ndarray:
         shares = probabilities(self.streams[split][:, 1], self.streams["train"][:, 1], self.exponent)
