@@ -141,7 +141,7 @@ XLM_E = "train_electra/{}"
 ELECTRA_MASKS = "train_electra/{}-masks=electra"
 SENTENCES = "train_electra/{}-tlm=False-masks=electra"
 SIZES = {  # by preset: E in train_mlm.py; in train_electra.py the steps of XLM that take the FLOPs of XLM-E
-    "train_mlm": {"demo": 16, "small": 16, "base": 32},
+    "train_mlm": {"demo": 16, "base": 32},
     "train_electra": {"demo": 7812, "captions": 25_382, "base": 157_500, "large": 150_375, "xl": 144_375},
 }
 # What a preset already sets, so the names of its runs omit it.

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -77,12 +78,21 @@ def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
 
-def test_peak_memory_is_beyond_what_is_allocated_before(monkeypatch):
-    assert bench.peak_memory(list, CPU) == {}
+def test_one_more_run_on_a_gpu_has_peak_memory_and_syncs(monkeypatch):
+    def run():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert bench.memory_and_syncs(run, CPU) == {}
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
-    assert bench.peak_memory(list, replace(CPU, device=torch.device("cuda"))) == {"peak_mb": 2}
+    facts = bench.memory_and_syncs(run, replace(CPU, device=torch.device("cuda")))
+    line = run.__code__.co_firstlineno + 1
+    assert facts == {"peak_mb": 2, "host_waits": {f"test_bench.py:{line}": 1}}
+    assert modes == ["warn", "default"]
 
 
 def test_layer_compares_every_router_and_mixtral_with_the_dense_layer(results, monkeypatch, capsys):
