@@ -74,8 +74,8 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     assert result["flops_served"] == pytest.approx(expected)
     assert ("forward MFLOPs per token used" in out) == (result["flops_served"] != result["flops"])
     # Tokens are easy or hard only if the router lets them choose how many experts they get.
-    assert ("easy" in result) == (name == "threshold")
-    assert ("many: " in out) == (name == "threshold")
+    assert ("easy" in result) == (sparse and ROUTERS[name].K is None)
+    assert ("many: " in out) == ("easy" in result)
 
 
 def test_training_lowers_the_loss(options, monkeypatch):
