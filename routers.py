@@ -173,7 +173,7 @@ class Router(nn.Module):
         shape = tuple(getattr(number, "shape", ()))
         if name not in self.tallies or getattr(self, name).shape != shape:
             tally = f"self.tally({', '.join([repr(name), *map(str, shape)])})"
-            raise RouterError(f"{type(self).__name__} counts {name!r} of shape {shape}: write {tally} in __init__")
+            raise RouterError(f"{type(self).__name__} has no tally {name!r} of shape {shape}: add {tally} to __init__")
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.training and not recomputing:
             getattr(self, name).add_(number)

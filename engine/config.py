@@ -117,14 +117,14 @@ def with_constants(Config: type, router: str) -> type:
         if len(re.findall(rf"\b{name}\b", source)) == 1:
             raise RouterError(f"{cls.__name__} never reads its constant {name!r}: use self.config.{name}")
         comment = re.search(rf'"{name}": .*?# *(.+)', source)
-        text = tyro.conf.arg(help=comment[1] if comment else f"of --router {router}")
+        text = tyro.conf.arg(help=comment[1] if comment else f"constant of router {router}")
         fields.append((name, Annotated[type(value), text], value))
     module = {"__module__": Config.__module__}
     return dataclasses.make_dataclass(Config.__name__, fields, bases=(Config,), namespace=module) if fields else Config
 
 
 def check_router(cls: type, Config: type):
-    """Raises RouterError for a name in the class that would be ignored."""
+    """Raises RouterError if the class defines something that would be ignored, such as a misspelled method."""
     fields = {field.name for field in dataclasses.fields(Config)}
     for name in cls.constants.keys() & fields:
         raise RouterError(f"{cls.__name__}.constants has {name!r}, whose default is in Config: move it to `reads`")
@@ -135,7 +135,7 @@ def check_router(cls: type, Config: type):
     for name in defined:
         similar = methods if callable(getattr(cls, name)) else hooks - methods
         for hook in get_close_matches(name, similar - defined, 1, 0.8) if name not in similar else ():
-            raise RouterError(f"Router never uses {cls.__name__}.{name}: rename it, such as to `{hook}`")
+            raise RouterError(f"{cls.__name__}.{name} overrides nothing: did you mean `{hook}`? If not, rename it")
 
 
 def parse(default, argv: list[str], description: str):
