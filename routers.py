@@ -170,7 +170,7 @@ class Router(nn.Module):
 
     def count(self, name: str, number: Tensor | int):
         """Adds to a tally, in training. In `after_step` it holds the sum over all micro-batches and processes."""
-        shape = tuple(getattr(number, "shape", ()))
+        shape = tuple(number.shape) if isinstance(number, Tensor) else ()
         if name not in self.tallies or getattr(self, name).shape != shape:
             tally = f"self.tally({', '.join([repr(name), *map(str, shape)])})"
             raise RouterError(f"{type(self).__name__} has no tally {name!r} of shape {shape}: add {tally} to __init__")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import ROOT
 
 import model
 import train_lm
@@ -77,6 +78,12 @@ def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
     assert "HF, other: skipped (ZeroDivisionError: " in printed
     with pytest.raises(ImportError):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
+
+    def refuses():
+        raise ValueError("top_k must be at least 2")
+
+    (record,) = bench.measure({"dense": contender, "ours, mine": refuses}, bench.Config("layer", rounds=1), CPU)
+    assert "ours, mine: skipped (ValueError: top_k must be" in capsys.readouterr().out
 
 
 def test_a_profile_lists_operations_and_on_a_gpu_syncs_and_peak_memory(monkeypatch):
@@ -149,6 +156,19 @@ def test_flops_count_the_rows_that_are_served(router, served):
     least = 4 * (4 * 64 * 16 + 3 * (2 * 16 * 8 + 8 + 16))
     assert dense["gflops"] == pytest.approx(3 * 64 * 2 * 2 * 16 * 8 / 1e9)
     assert dense["least_mb"] == pytest.approx(least / 1e6)
+
+
+@pytest.mark.parametrize("name", ["bias", "shared", "relu", "null", "noisy"])
+def test_routers_with_constants_and_random_numbers_are_timed_and_checked(name):
+    before = dict(ROUTERS)
+    router = f"{ROOT / 'examples/routers_of_today.py'}:{name}"
+    shape = train_lm.Config(n_embd=16, ffn_size=8, split=2, expert_ffns=4, capacity=0.5, router=router)
+    _, facts = bench.our_layer(shape, torch.randn(1, 64, 16), CPU)
+    assert 0 < facts["rows_per_token"] <= 1
+    records = bench.against_the_cpu(router, bench.Config("check"), replace(CPU, dtype=torch.bfloat16))
+    assert next(records)["right"]
+    ROUTERS.clear()
+    ROUTERS.update(before)
 
 
 def test_step_times_training_steps_of_equal_flops():

@@ -272,6 +272,22 @@ def test_counts_need_a_tally_of_their_shape():
     assert mine.load.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("short", ["bias", "relu"])
+def test_a_router_that_counts_compiles_into_one_graph(short):
+    """For any number of tokens."""
+    torch.compiler.reset()
+    kind = find_router(f"{ROOT / 'examples/routers_of_today.py'}:{short}")
+    eager, compiled = (kind(constants(), 4, 2) for _ in range(2))
+    compiled.load_state_dict(eager.state_dict())
+    forward = torch.compile(compiled, backend="eager", fullgraph=True)
+    for S in (20, 17, 33):
+        h = torch.randn(S, 8)
+        torch.testing.assert_close(forward(h).weight, eager(h).weight)
+    for tally in kind(constants(), 4, 2).tallies:
+        assert torch.equal(getattr(compiled, tally), getattr(eager, tally))
+        assert getattr(eager, tally).sum() > 0
+
+
 ROUTER_WITH_CONSTANTS = """
 from routers import TopK, router
 
