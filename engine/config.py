@@ -112,8 +112,8 @@ def with_constants(Config: type, router: str) -> type:
     cls, fields = find_router(router), []
     check_router(cls, Config)
     for name, value in cls.constants.items():
-        modules = dict.fromkeys(kind.__module__ for kind in cls.__mro__ if issubclass(kind, Router))
-        source = "".join(inspect.getsource(sys.modules[module]) for module in modules)
+        modules = dict.fromkeys(sys.modules[kind.__module__] for kind in cls.__mro__ if issubclass(kind, Router))
+        source = "".join(inspect.getsource(module) for module in modules if hasattr(module, "__file__"))  # no notebook
         if len(re.findall(rf"\b{name}\b", source)) == 1:
             raise RouterError(f"{cls.__name__} never reads its constant {name!r}: use self.config.{name}")
         comment = re.search(rf'"{name}": .*?# *(.+)', source)

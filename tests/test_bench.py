@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import ROOT
 import model
 import train_lm
 from metrics import timing
-from routers import ROUTERS
+from routers import ROUTERS, RouterError
 from tools import bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="python tools/bench.py check takes minutes on a GPU")
@@ -79,11 +80,18 @@ def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
     with pytest.raises(ImportError):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
-    def refuses():
-        raise ValueError("top_k must be at least 2")
 
-    (record,) = bench.measure({"dense": contender, "ours, mine": refuses}, bench.Config("layer", rounds=1), CPU)
+def test_a_router_that_refuses_a_shape_is_skipped_but_a_wrong_one_is_not(capsys):
+    def raises(error):
+        raise error
+
+    makers = {"dense": contender, "ours, mine": partial(raises, ValueError("top_k must be at least 2"))}
+    (record,) = bench.measure(makers, bench.Config("layer", rounds=1), CPU)
+    assert record["impl"] == "dense"
     assert "ours, mine: skipped (ValueError: top_k must be" in capsys.readouterr().out
+    makers["ours, mine"] = partial(raises, RouterError("MyRouter.choose returned indices"))
+    with pytest.raises(RouterError):
+        bench.measure(makers, bench.Config("layer"), CPU)
 
 
 def test_a_profile_lists_operations_and_on_a_gpu_syncs_and_peak_memory(monkeypatch):

@@ -5,6 +5,8 @@ python -m pytest -q tests/test_own_router.py --router mine.py:NAME
 
 import re
 import signal
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -243,6 +245,13 @@ def test_helpers_of_a_router_may_have_any_name(monkeypatch):
 def test_sound_routers_are_not_refused(kind):
     name = kind if kind in ROUTERS else f"{ROOT / 'examples/routers_of_today.py'}:{kind}"
     assert command_line(train_lm.Config, train_lm.PRESETS, ["--router", name]).router == name
+
+
+def test_a_router_of_a_notebook_may_have_constants(monkeypatch):
+    """Its source is unknown."""
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    monkeypatch.setitem(ROUTERS, "mine", defined(TopK, constants={"rate": 0.5}, __module__="notebook"))
+    assert command_line(train_lm.Config, train_lm.PRESETS, ["--router", "mine", "--rate", "2"]).rate == 2.0
 
 
 def test_counts_need_a_tally_of_their_shape():

@@ -74,7 +74,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             run()
             runs[name] = run
         except Exception as error:  # the library may be missing or changed, or a router refuses the shape's top_k
-            if "HF" not in name and not isinstance(error, ValueError):
+            if "HF" not in name and type(error) is not ValueError:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
     times = timing.in_turns(runs, context, config.rounds, PATIENCE)
