@@ -168,8 +168,12 @@ class Router(nn.Module):
         self.register_buffer(name, torch.zeros(shape), persistent=False)
         self.tallies += (name,)
 
-    def count(self, name: str, number: Tensor):
+    def count(self, name: str, number: Tensor | int):
         """Adds to a tally, in training. In `after_step` it holds the sum over all micro-batches and processes."""
+        shape = tuple(number.shape) if isinstance(number, Tensor) else ()
+        if name not in self.tallies or getattr(self, name).shape != shape:
+            tally = f"self.tally({', '.join([repr(name), *map(str, shape)])})"
+            raise RouterError(f"{type(self).__name__} has no tally {name!r} of shape {shape}: add {tally} to __init__")
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.training and not recomputing:
             getattr(self, name).add_(number)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +105,7 @@ class Player:
         else:
             names = [f"after layer {depth}" for depth in model.moe_after]
         choosers = ["trained"] * (chooser == "trained")
-        if hasattr(router, "experts"):  # Hash has no probabilities
+        if type(router).choose is not Router.choose:  # a router without `choose`, such as Hash, has none to replace
             choosers += CHOOSERS
         t = constants.get("eval_threshold")
         trained = {
@@ -201,27 +201,36 @@ def chooser_of(router) -> str:
     kind = type(router)
     if kind.forward is not Router.forward:
         return "trained"
+    if router.scores(torch.zeros(1, router.config.n_embd)).shape[1] > router.E:  # null experts
+        return "trained"
     choosers = {Threshold.choose: "threshold", TopK.choose: "switch" if router.K == 1 else "topk"}
     return choosers.get(kind.choose, "trained")
 
 
 @contextmanager
 def routed(model, setting: dict | None):
-    """Context in which the model's routers choose by a setting from the page, with unchanged probabilities."""
+    """Context in which the model's routers choose by a setting from the page, with unchanged scores and gates."""
     before = [(moe.router, moe.eval_capacity_factor) for moe in model.moe_layers]
     try:
         for moe in model.moe_layers if setting else ():
             moe.eval_capacity_factor = math.inf if setting["gamma"] is None else setting["gamma"]
             if setting["chooser"] != "trained":
-                moe.router = copy.copy(moe.router)  # shares the parameters
-                moe.router.__class__ = kind = CHOOSERS[setting["chooser"]]
-                moe.router.K = setting["K"] if kind is TopK else kind.K or moe.router.E
-                constants = vars(moe.router.config) | {"threshold": setting["t"], "eval_threshold": None}
-                moe.router.config = SimpleNamespace(**constants)
+                moe.router = router = copy.copy(moe.router)  # shares the parameters
+                kind = CHOOSERS[setting["chooser"]]
+                router.choose = partial(choose_experts, router, kind)
+                router.K = setting["K"] if kind is TopK else kind.K or router.E
+                constants = vars(router.config) | {"threshold": setting["t"], "eval_threshold": None}
+                router.config = SimpleNamespace(**constants)
         yield
     finally:
         for moe, (router, factor) in zip(model.moe_layers, before):
             moe.router, moe.eval_capacity_factor = router, factor
+
+
+def choose_experts(router, kind: type, score: Tensor, probs: Tensor) -> Tensor:
+    """Priorities by `choose` of another class; null experts, the columns after the first E, are not chosen."""
+    priority = kind.choose(router, score[:, : router.E], probs[:, : router.E])
+    return F.pad(priority, (0, probs.shape[1] - router.E), value=NOT_CHOSEN)
 
 
 def packed(x: Tensor, kind: str) -> str:
@@ -270,7 +279,7 @@ class Handler(BaseHTTPRequestHandler):
                 response = player.loss(request["text"], request["setting"])
             else:
                 response = player.route(request["text"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # a malformed request, or a router of the user's own
             return self.answer(400, {"error": f"{error}"})
         self.answer(200, response)
 

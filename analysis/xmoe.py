@@ -99,19 +99,15 @@ def limit(run: TrainedRun, share: float):
         moe.eval_capacity_factor = share * run.config["ffn_size"] / size
 
 
-def threshold_runs(options: FigureOptions) -> list[TrainedRun]:
-    fits = partial(shared.reads, constant="threshold")
-    return shared.select_runs("train_lm", options, fits, "has no threshold router")
-
-
 def experts(options: FigureOptions):
-    """XMoE's figure 5: how many experts a token needs to reach the threshold during training.
+    """XMoE's figure 5: how many experts a token requests during training.
 
-    The probabilities of a token's experts must sum to t. In the paper tokens need many experts at first, and ever fewer
-    as training proceeds. A line is an MoE layer in runs of train_lm.py. The table has the last evaluation.
+    With XMoE's router, the probabilities of a token's experts must sum to t: in the paper tokens need many experts at
+    first, and ever fewer as training proceeds. A line is an MoE layer in runs of train_lm.py. The table has the last
+    evaluation.
     """
     records, last, wanted = [], [], "experts that a token asks for"
-    for run in threshold_runs(options):
+    for run in shared.select_runs("train_lm", options, shared.router_of, "has no experts"):
         for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"]):
                 records.append(block_record(run, i) | {"step": evaluation["step"], wanted: layer["wanted"]})
@@ -133,7 +129,8 @@ def tokens(options: EvalOptions):
     train_lm.py, a point the mean over a group.
     """
     records, panels, tenth = [], [], "tenth of the tokens"
-    for run in shared.loaded(threshold_runs(options), options):
+    runs = shared.select_runs("train_lm", options, shared.router_of, "has no experts")
+    for run in shared.loaded(runs, options):
         served, orders = served_and_orders(run, options.max_tokens)
         for name, order in orders.items():
             for i, layer in enumerate(served):
@@ -178,7 +175,8 @@ def threshold(options: EvalOptions, evaluate: Callable):
         served = mean_over_layers("served", layers)
         return {"run": run.folder, by: changed, "threshold t": t, "perplexity": ppl, SERVED: served}
 
-    first, *others = threshold_runs(options)
+    fits = partial(shared.reads, constant="threshold")
+    first, *others = shared.select_runs("train_lm", options, fits, "has no threshold router")
     runs, trained, tested = [first], [], []
     for run in others:
         if run.config == first.config | {name: run.config[name] for name in ("seed", "threshold")}:

@@ -5,6 +5,7 @@ A Config is a flat dataclass. The comment after a field is its --help text; `LIM
 
 import argparse
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from routers import ROUTERS, find_router
+from routers import ROUTERS, Router, RouterError, find_router
 
 # Constants that say where and how to run, or what to do with a trained model. They do not identify a run.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
@@ -81,11 +82,6 @@ def check(config):
         size, micro_size = getattr(config, batch, 0), getattr(config, micro, 1)
         if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
-    router = getattr(config, "router", "dense")
-    if router != "dense":
-        cls = find_router(router)
-        for name in cls.reads - cls.__base__.reads - vars(config).keys():
-            raise ValueError(f"{cls.__name__}.reads has {name!r}: correct it, or add a line {name} to Config")
 
 
 def command_line(Config: type, presets: dict, argv: list[str]):
@@ -110,11 +106,36 @@ def command_line(Config: type, presets: dict, argv: list[str]):
 
 
 def with_constants(Config: type, router: str) -> type:
-    """The Config with a field for each of the router's own constants."""
-    constants = {} if router == "dense" else find_router(router).constants
-    fields = [(name, type(value), value) for name, value in constants.items() if not hasattr(Config, name)]
+    """The Config with a field for each of the router's own constants; the comment after an entry is its --help text."""
+    if router == "dense":
+        return Config
+    cls, fields = find_router(router), []
+    check_router(cls, Config)
+    for name, value in cls.constants.items():
+        modules = dict.fromkeys(sys.modules[kind.__module__] for kind in cls.__mro__ if issubclass(kind, Router))
+        source = "".join(inspect.getsource(module) for module in modules if hasattr(module, "__file__"))  # no notebook
+        if len(re.findall(rf"\b{name}\b", source)) == 1:
+            raise RouterError(f"{cls.__name__} never reads its constant {name!r}: use self.config.{name}")
+        comment = re.search(rf'"{name}": .*?# *(.+)', source)
+        text = tyro.conf.arg(help=comment[1] if comment else f"constant of router {router}")
+        fields.append((name, Annotated[type(value), text], value))
     module = {"__module__": Config.__module__}
     return dataclasses.make_dataclass(Config.__name__, fields, bases=(Config,), namespace=module) if fields else Config
+
+
+def check_router(cls: type, Config: type):
+    """Raises RouterError if the class defines something that would be ignored, such as a misspelled method."""
+    fields = {field.name for field in dataclasses.fields(Config)}
+    for name in cls.constants.keys() & fields:
+        raise RouterError(f"{cls.__name__}.constants has {name!r}, whose default is in Config: move it to `reads`")
+    for name in cls.reads - cls.__base__.reads - cls.constants.keys() - fields:
+        raise RouterError(f"{cls.__name__}.reads has {name!r}: correct it, or add a line {name} to Config")
+    hooks, defined = ({name for name in vars(kind) if not name.startswith("_")} for kind in (Router, cls))
+    methods = {name for name in hooks if callable(getattr(Router, name))} | {"beside"}
+    for name in defined:
+        similar = methods if callable(getattr(cls, name)) else hooks - methods
+        for hook in get_close_matches(name, similar - defined, 1, 0.8) if name not in similar else ():
+            raise RouterError(f"{cls.__name__}.{name} overrides nothing: did you mean `{hook}`? If not, rename it")
 
 
 def parse(default, argv: list[str], description: str):
@@ -124,7 +145,8 @@ def parse(default, argv: list[str], description: str):
     """
     spellings = {"true": "True", "false": "False", "none": "None"}  # tyro expects Python's
     fields, args = dataclasses.fields(default), []
-    texts = {f"--{field.name}" for field in fields if field.type in (str, Texts)}
+    is_text = (str, tuple[str, ...])
+    texts = {f"--{field.name}" for field in fields if getattr(field.type, "__origin__", field.type) in is_text}
     for word in argv:
         args += word.split("=", 1) if word.startswith("--") else [word]
     for i, (previous, word) in enumerate(zip([""] + args, args)):

@@ -45,7 +45,8 @@ class Shared(TopK):
 
     def __init__(self, config, E: int, top_k: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__(config, E, top_k - 1, V, x_moe)
-        D, width = config.n_embd, config.ffn_size // (config.split or self.split)
+        D = config.n_embd
+        width = config.expert_size if x_moe else config.ffn_size // (config.split or self.split)
         self.shared = nn.Sequential(nn.Linear(D, width), nn.GELU(approximate="tanh"), nn.Linear(width, D))
 
     def beside(self, h, routing):
@@ -56,7 +57,7 @@ class Shared(TopK):
 class ReLU(Router):
     """Every expert with a positive score, weighted by it (ReMoE). The weight of an L1 loss keeps K of E positive."""
 
-    split, K, balanced = 4, None, False
+    split, K, balanced, reads = 4, None, False, Router.reads - {"gate"}
     constants = {"l1_rate": 1.2}  # alpha: the factor by which each step changes the weight of the loss
 
     def __init__(self, config, E: int, top_k: int = 1, V: int = 0, x_moe: bool = False):

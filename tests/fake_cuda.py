@@ -103,10 +103,12 @@ def step(net, read: bool = False):
 MODELS = {
     "GPT": (model.GPT, {}, dict(capacity=float("inf"))),
     "MaskedLM": (model.MaskedLM, dict(top_k=2, capacity_factor=0.5), dict(capacity_factor=float("inf"))),
-    "Electra": (train_electra.Electra, dict(capacity_factor=0.5), dict(capacity_factor=float("inf"))),
+    "Electra": (train_electra.Electra, dict(top_k=2, capacity_factor=0.5), dict(capacity_factor=float("inf"))),
     "Translator": (model.Translator, dict(moe_after=()), dict(capacity=float("inf"))),
 }
-V, SMALL = 99, dict(n_embd=32, ffn_size=64, decoder_layers=2, decoder_moe=True, generator_layers=1, label_smoothing=0.1)
+V = 99
+SMALL = dict(n_embd=32, ffn_size=64, experts=8, decoder_layers=2, decoder_moe=True, generator_layers=1)
+SMALL |= dict(label_smoothing=0.1)
 
 
 def build(name: str, router: str, limit: bool = True):

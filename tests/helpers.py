@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections import ChainMap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ import torch
 
 from engine.files import load_checkpoint
 from engine.run import Run
+from routers import ROUTERS
 
 ROOT = Path(__file__).parent.parent
 OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # text to learn small vocabularies from
@@ -36,9 +38,13 @@ CONSTANTS |= dict(score=None, gate=None, threshold=0.9, routing_dim=None, init_t
 CONSTANTS |= dict(eval_capacity=None, eval_threshold=None, balance_coef=1.0)
 
 
+PAPERS = "topk", "switch", "hypersphere", "threshold", "base", "hash"  # routers that tests know by heart
+
+
 def constants(**changes) -> SimpleNamespace:
-    """A config for models and routers."""
-    return SimpleNamespace(**CONSTANTS | changes)
+    """A config for models and routers, with the constants that registered routers define."""
+    defined = [cls.constants for cls in ROUTERS.values()]
+    return SimpleNamespace(**CONSTANTS | dict(ChainMap(*defined)) | changes)
 
 
 def balance_of(routing) -> torch.Tensor:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_LM, Script
+from helpers import ROOT, TINY_LM, Script
 from test_analyze import levels, lines, run
 from test_train_electra import corpora as electra_corpora
 
@@ -22,6 +22,7 @@ from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
 from metrics import timing
+from routers import ROUTERS
 
 __all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
@@ -31,6 +32,7 @@ LM_RUNS = {
     "t = 0.3": {},
     "switch": {"router": "switch"},
     "dense": {"router": "dense"},
+    "null": {"router": "today.py:null"},
     "split": dict(moe_every=1, threshold=1.0, expert_ffns=1, split=4),  # as in table 2
 }
 TINY_MLM = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=128, batch_tokens=128, steps=4)
@@ -38,6 +40,7 @@ TINY_MLM |= dict(experts=4, expert_size=16, moe_after=(1,), eval_every=2, eval_m
 TINY_MLM |= dict(device="cpu", dtype="float32", learning_rate=0.05)
 MLM_RUNS = {"X-MoE": {}, "SMoE": {"router": "switch"}}
 E, WIDTH, FFN = 32, 8, 32
+NULL = "today.py:null 32 x 8"  # a run of a router from a file
 
 
 def train(script, base: Path, constants: dict, changes: dict) -> dict[str, str]:
@@ -57,6 +60,7 @@ def trained(corpora, electra_corpora, tmp_path_factory) -> SimpleNamespace:
     """Tiny language models and encoders of three languages, alone in a folder."""
     base = tmp_path_factory.mktemp("analyzed")
     (base / "a").symlink_to(corpora["a"])  # short, so that run names are not truncated
+    (base / "today.py").symlink_to(ROOT / "examples/routers_of_today.py")
     small = {name: value for name, value in TINY_LM.items() if name not in ("n_head", "eval_tokens")}
     languages = electra_corpora["data"]
     lm = train(train_lm, base, small | {"data": "a", "learning_rate": 0.03}, LM_RUNS)
@@ -70,7 +74,10 @@ def trained(corpora, electra_corpora, tmp_path_factory) -> SimpleNamespace:
 def place(trained, monkeypatch):
     """Changes to the folder of the runs."""
     monkeypatch.chdir(trained.base)
-    return trained
+    before = dict(ROUTERS)
+    yield trained
+    ROUTERS.clear()
+    ROUTERS.update(before)
 
 
 def read(folder: str, name: str = "result.json"):
@@ -101,7 +108,7 @@ def literal(folder: str, text: Path, **changes) -> tuple[float, float]:
 def test_activations_equal_the_results_and_a_loop(draw, place):
     (number, size), kept = draw("activations")
     positive = {record["run"]: record["share of positive activations"] for record in kept["records"]}
-    for name in ("threshold", "switch", "split"):
+    for name in ("threshold", "switch", "split", "null"):
         layers = read(place.lm[name])["test"]["layers"]
         assert positive[place.lm[name]] == fmean(layer["positive"] for layer in layers)
     model, _ = pretrained.load(place.lm["dense"])
@@ -114,7 +121,7 @@ def test_activations_equal_the_results_and_a_loop(draw, place):
     assert positive[place.lm["dense"]] == sum(unit > 0 for unit in units) / len(units)
     by_number = {(name, x) for name, xs, _ in lines(number) for x in xs}
     assert by_number == {("switch 8 x 32", 8), ("dense", 1)}
-    small = "threshold 32 x 8, threshold 0.3", "threshold 32 x 8, threshold 0.9", "threshold 4 x 8"
+    small = "threshold 32 x 8, threshold 0.3", "threshold 32 x 8, threshold 0.9", "threshold 4 x 8", NULL
     widths = {"switch 8 x 32": FFN, "dense": FFN} | dict.fromkeys(small, WIDTH)
     assert {(name, x) for name, xs, _ in lines(size) for x in xs} == {*widths.items()}
     assert sorted(row[0] for row in kept["table"][1:]) == sorted(widths)  # one per threshold
@@ -123,7 +130,7 @@ def test_activations_equal_the_results_and_a_loop(draw, place):
 
 
 def test_tokens_are_grouped_by_rarity_and_by_the_loss_of_the_next(draw, place):
-    axes, drawing = draw("tokens", place.lm["threshold"], place.lm["t = 0.3"])
+    axes, drawing = draw("tokens", *(place.lm[name] for name in ("threshold", "t = 0.3", "null")))
     model, _ = pretrained.load(place.lm["threshold"])
     data, served = TokenData(place.text, 16, 64), []
     seen = []  # per token: its count in training, the loss of the next token, its experts
@@ -138,7 +145,7 @@ def test_tokens_are_grouped_by_rarity_and_by_the_loss_of_the_next(draw, place):
         expected = [fmean(token[2] for token in group) for group in np.array_split(sorted(seen, key=key), 10)]
         drawn = [record[xmoe.SERVED] for record in drawing["records"] if record["sorted by"] == title]
         assert drawn[:10] == pytest.approx(expected, rel=1e-5)
-    names = [f"threshold 32 x 8, threshold {t}, block 2" for t in (0.9, 0.3)]
+    names = [f"threshold 32 x 8, threshold {t}, block 2" for t in (0.9, 0.3)] + [f"{NULL}, block 2"]
     assert [[name for name, _, _ in lines(panel)] for panel in axes] == [names, names]
 
 
@@ -168,14 +175,14 @@ def test_gamma_limits_the_compute_of_experts_in_dense_ffns(draw, place, monkeypa
 def test_experts_are_those_in_the_logs(draw, place):
     (axes,), kept = draw("experts")
     wanted = {}  # line -> the mean over its seeds
-    for name, runs in {"t = 0.3": 1, "threshold": 2, "split": 1}.items():
+    for name, runs in {"t = 0.3": 1, "threshold": 2, "split": 1, "switch": 1, "null": 1}.items():
         logs = [log(place.lm[run]) for run in (name, "seed 1")[:runs]]
         for i in range(len(logs[0][0]["layers"])):
             numbers = [[record["layers"][i]["wanted"] for record in records] for records in logs]
             wanted[name, i] = [fmean(seeds) for seeds in zip(*numbers)]
     drawn = lines(axes)
     assert sorted(xy for _, *xy in drawn) == sorted([[2, 4], numbers] for numbers in wanted.values())
-    assert [name[-9:] for name, _, _ in drawn].count(", block 2") == 3
+    assert [name[-9:] for name, _, _ in drawn].count(", block 2") == 5
     assert [row[1] for row in kept["table"][1:]] == len(wanted) * [4]  # every layer, once
 
 

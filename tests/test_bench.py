@@ -5,14 +5,16 @@ import math
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from helpers import ROOT
 
 import model
 import train_lm
 from metrics import timing
-from routers import ROUTERS
+from routers import ROUTERS, RouterError
 from tools import bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="python tools/bench.py check takes minutes on a GPU")
@@ -76,6 +78,19 @@ def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
     assert "HF, other: skipped (ZeroDivisionError: " in printed
     with pytest.raises(ImportError):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
+
+
+def test_a_router_that_refuses_a_shape_is_skipped_but_a_wrong_one_is_not(capsys):
+    def raises(error):
+        raise error
+
+    makers = {"dense": contender, "ours, mine": partial(raises, ValueError("top_k must be at least 2"))}
+    (record,) = bench.measure(makers, bench.Config("layer", rounds=1), CPU)
+    assert record["impl"] == "dense"
+    assert "ours, mine: skipped (ValueError: top_k must be" in capsys.readouterr().out
+    makers["ours, mine"] = partial(raises, RouterError("MyRouter.choose returned indices"))
+    with pytest.raises(RouterError):
+        bench.measure(makers, bench.Config("layer"), CPU)
 
 
 def test_one_more_run_on_a_gpu_has_peak_memory_and_syncs(monkeypatch):
@@ -142,6 +157,19 @@ def test_flops_count_the_rows_that_are_served(router, served):
     ffn = model.FFN(shape, "tanh")
     _, dense = bench.layer(ffn, h, bench.flops.matrix_flops(ffn), CPU)
     assert dense["gflops"] == pytest.approx(3 * 64 * 2 * 2 * 16 * 8 / 1e9)
+
+
+@pytest.mark.parametrize("name", ["bias", "shared", "relu", "null", "noisy"])
+def test_routers_with_constants_and_random_numbers_are_timed_and_checked(name):
+    before = dict(ROUTERS)
+    router = f"{ROOT / 'examples/routers_of_today.py'}:{name}"
+    shape = train_lm.Config(n_embd=16, ffn_size=8, split=2, expert_ffns=4, capacity=0.5, router=router)
+    _, facts = bench.our_layer(shape, torch.randn(1, 64, 16), CPU)
+    assert 0 < facts["rows_per_token"] <= 1
+    records = bench.against_the_cpu(router, bench.Config("check"), replace(CPU, dtype=torch.bfloat16))
+    assert next(records)["right"]
+    ROUTERS.clear()
+    ROUTERS.update(before)
 
 
 def test_step_times_training_steps_of_equal_flops():

@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import constants, lively, values_and_gradients
+from helpers import PAPERS, constants, lively, values_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +17,7 @@ from model import Experts, MoE, Stacks, within_capacity
 from routers import NOT_CHOSEN, ROUTERS
 
 D, V = 8, 13
-VARIANTS = {name: (name, {}) for name in ROUTERS}  # router, constants
+VARIANTS = {name: (name, {}) for name in PAPERS}  # router, constants
 VARIANTS |= {"topk": ("topk", {"K": 2}), "threshold": ("threshold", {"threshold": 0.7})}
 VARIANTS |= {"x-moe-2": ("topk", {"K": 2, "score": "hypersphere", "x_moe": True})}
 VARIANTS |= {"x-moe-sigmoid": ("switch", {"score": "hypersphere", "gate": "sigmoid", "routing_dim": 0})}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CONSTANTS, lively, table_rows
+from helpers import CONSTANTS, PAPERS, constants, lively, table_rows
 from test_analyze import run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +15,6 @@ from analysis import xlm_e
 from metrics import flops
 from metrics.routing import RoutingStats
 from model import GPT, Encoder, MaskedLM, Translator
-from routers import ROUTERS
 
 V = 23
 SMALL = CONSTANTS | dict(block_size=12, init_std=0.02, decoder_layers=4, decoder_moe=True, moe_after=())
@@ -23,7 +22,7 @@ SMALL |= dict(expert_ffns=2, split=2, expert_layers=3)  # 4 experts of width 8
 
 
 def small(router: str, **changes) -> SimpleNamespace:
-    return SimpleNamespace(**SMALL | {"router": router} | changes)
+    return constants(**SMALL | {"router": router} | changes)
 
 
 def on_meta(kind: type, config, size: int) -> torch.nn.Module:
@@ -86,7 +85,7 @@ def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
     return counter.get_total_flops(), rows
 
 
-@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+@pytest.mark.parametrize("router", ["dense", *PAPERS])
 def test_flops_of_the_decoder_equal_torchs_count(router):
     model = lively(GPT(small(router, capacity=0.5), V)).eval()  # gamma = 1
     count, rows = counted(model, torch.randint(V, (2, 12)))
@@ -134,7 +133,7 @@ def test_flops_served_by_hand():
     assert flops.as_served(model, 10_000.0, []) == 10_000
 
 
-@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+@pytest.mark.parametrize("router", ["dense", *PAPERS])
 def test_flops_served_equal_torchs_count(router):
     model = lively(GPT(small(router, capacity=0.25), V)).eval()  # experts drop tokens
     ids = torch.randint(V, (2, 12))

@@ -5,6 +5,8 @@ python -m pytest -q tests/test_own_router.py --router mine.py:NAME
 
 import re
 import signal
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -25,9 +27,23 @@ from helpers import (
 
 import model
 import train_lm
+import train_mlm
+from engine.config import command_line
 from metrics.flops import moe_flops, served_rows
 from model import xmoe_layer
-from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, find_router, one_hot, router
+from routers import (
+    NOT_CHOSEN,
+    ROUTERS,
+    Router,
+    RouterError,
+    Routing,
+    TopK,
+    balance_loss,
+    by_rank,
+    find_router,
+    one_hot,
+    router,
+)
 
 MY_ROUTERS = ("my_random", "my_soft", "my_id")
 
@@ -187,3 +203,128 @@ def test_a_wrong_router_is_refused_in_one_line_that_names_it(wrong, corpora, tmp
     monkeypatch.setitem(ROUTERS, "mine", type("MyRouter", (Router,), {"choose": choose, "__module__": __name__}))
     options = TINY_LM | {"router": "mine", "data": corpora["a"], "out_dir": tmp_path}
     assert re.search(message, Script(train_lm).refused(options, monkeypatch, capsys))
+
+
+def defined(base: type, **names) -> type:
+    """A subclass as a class statement makes it."""
+    return type("Mine", (base,), {"__module__": __name__} | names)
+
+
+IGNORED = {  # what a class defines that would have no effect, and the error
+    "loss": (defined(Router, loss=lambda self: {}), "Mine.loss overrides nothing: did you mean `losses`? If not"),
+    "chose": (defined(TopK, chose=by_rank), "Mine.chose overrides nothing: did you mean `choose`? If not"),
+    "after_steps": (
+        defined(TopK, after_steps=print),
+        "Mine.after_steps overrides nothing: did you mean `after_step`? If not",
+    ),
+    "besides": (defined(TopK, besides=print), "Mine.besides overrides nothing: did you mean `beside`? If not"),
+    "score as a method": (defined(TopK, score=print), "Mine.score overrides nothing: did you mean `scores`? If not"),
+    "balance": (defined(TopK, balance=False), "Mine.balance overrides nothing: did you mean `balanced`? If not"),
+    "reads": (defined(TopK, reads={"tresholt"}), "Mine.reads has 'tresholt': correct it, or add a line tresholt to"),
+    "default": (defined(TopK, constants={"top_k": 3}), "Mine.constants has 'top_k', whose default is in Config: move"),
+    "constant": (defined(TopK, constants={"forgotten": 3}), "Mine never reads its constant 'f"),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_a_name_that_would_be_ignored_is_refused_in_one_line(case, options, monkeypatch, capsys):
+    cls, message = IGNORED[case]
+    monkeypatch.setitem(ROUTERS, "mine", cls)
+    assert message in Script(train_lm).refused(options | {"router": "mine"}, monkeypatch, capsys)
+
+
+def test_helpers_of_a_router_may_have_any_name(monkeypatch):
+    """Even one like a method of Router, if the class defines that as well."""
+    helpers = dict.fromkeys(("choose", "choose_k", "losses", "loss", "balance", "_scores", "reset_parameters"), print)
+    monkeypatch.setitem(ROUTERS, "mine", defined(TopK, scale=3.0, width=2, noise=print, **helpers))
+    for script in (train_lm, train_mlm):
+        assert command_line(script.Config, script.PRESETS, ["--router", "mine"]).router == "mine"
+
+
+@pytest.mark.parametrize("kind", [*ROUTERS, "bias", "shared", "relu", "null", "noisy"])
+def test_sound_routers_are_not_refused(kind):
+    name = kind if kind in ROUTERS else f"{ROOT / 'examples/routers_of_today.py'}:{kind}"
+    assert command_line(train_lm.Config, train_lm.PRESETS, ["--router", name]).router == name
+
+
+def test_a_router_of_a_notebook_may_have_constants(monkeypatch):
+    """Its source is unknown."""
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    monkeypatch.setitem(ROUTERS, "mine", defined(TopK, constants={"rate": 0.5}, __module__="notebook"))
+    assert command_line(train_lm.Config, train_lm.PRESETS, ["--router", "mine", "--rate", "2"]).rate == 2.0
+
+
+def test_counts_need_a_tally_of_their_shape():
+    mine = TopK(constants(), 4)
+    mine.tally("load", 4)
+    mine.tally("tokens")
+    mine.count("load", torch.ones(4))
+    mine.count("tokens", 7)
+    mine.count("tokens", torch.tensor(2))
+    assert (mine.load.tolist(), mine.tokens.item()) == ([1, 1, 1, 1], 9)
+    for name, number, message in (
+        ("lod", torch.ones(4), "TopK has no tally 'lod' of shape (4,): add self.tally('lod', 4) to __init__"),
+        (
+            "load",
+            torch.ones(2, 3),
+            "TopK has no tally 'load' of shape (2, 3): add self.tally('load', 2, 3) to __init__",
+        ),
+        ("load", 1, "TopK has no tally 'load' of shape (): add self.tally('load') to __init__"),
+        (
+            "experts",
+            torch.ones(4, 8),
+            "TopK has no tally 'experts' of shape (4, 8): add self.tally('experts', 4, 8) to __init__",
+        ),
+    ):
+        with pytest.raises(RouterError, match=f"^{re.escape(message)}"):
+            mine.count(name, number)
+    assert mine.load.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("short", ["bias", "relu"])
+def test_a_router_that_counts_compiles_into_one_graph(short):
+    """For any number of tokens."""
+    torch.compiler.reset()
+    kind = find_router(f"{ROOT / 'examples/routers_of_today.py'}:{short}")
+    eager, compiled = (kind(constants(), 4, 2) for _ in range(2))
+    compiled.load_state_dict(eager.state_dict())
+    forward = torch.compile(compiled, backend="eager", fullgraph=True)
+    for S in (20, 17, 33):
+        h = torch.randn(S, 8)
+        torch.testing.assert_close(forward(h).weight, eager(h).weight)
+    for tally in kind(constants(), 4, 2).tallies:
+        assert torch.equal(getattr(compiled, tally), getattr(eager, tally))
+        assert getattr(eager, tally).sum() > 0
+
+
+ROUTER_WITH_CONSTANTS = """
+from routers import TopK, router
+
+class Base(TopK):
+    constants = {"inherited": 2}
+
+@router("mine")
+class Mine(Base):
+    constants = Base.constants | {
+        "rate": 0.25,  # how fast "it" goes: 5% # a step
+        "kind": "none",
+    }
+
+    def choose(self, score, probs):
+        return self.config.rate * self.config.inherited + len(self.config.kind)
+"""
+
+
+def test_help_shows_the_constants_of_a_router_with_their_comments(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(ROUTER_WITH_CONSTANTS)
+    name = f"{tmp_path}/mine.py:mine"
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as stop:
+        Script(train_lm).run({"router": name, "help": ""}, monkeypatch)
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert stop.value.code == 0
+    assert '--rate FLOAT how fast "it" goes: 5% # a step (default: 0.25)' in out
+    assert f"--kind STR constant of router {name} (default: none)" in out
+    assert "--threshold FLOAT t: the chosen" in out
+    config = command_line(train_lm.Config, train_lm.PRESETS, ["--router", name, "--kind", "false", "--rate", "1"])
+    assert (config.kind, config.rate, config.inherited) == ("false", 1.0, 2)

@@ -32,7 +32,7 @@ from data.batches import MaskedData
 from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
 from engine import pretrained
 from model import GPT, MaskedLM, MoE, Translator, within_capacity
-from routers import NOT_CHOSEN
+from routers import NOT_CHOSEN, ROUTERS, find_router
 
 __all__ = ["electra_corpora"]  # a fixture
 NODE = shutil.which("node")
@@ -47,10 +47,22 @@ DECODERS = {
     "hash": dict(router="hash", capacity=0.05),
     "base": dict(router="base", capacity=0.25),
 }
+FILE = ROOT / "examples/routers_of_today.py"
+TODAY = {name: f"{FILE}:{name}" for name in ("bias", "shared", "relu", "null", "noisy")}
 ENCODERS = {
     "hypersphere": dict(router="hypersphere", experts=8, moe_after=(1, 3)),
     "top-2": dict(router="topk", experts=8, top_k=2, relative_bias=True, moe_after=(2,), capacity_factor=0.5),
 }
+
+
+@pytest.fixture(autouse=True)
+def routers_of_today():
+    before = dict(ROUTERS)
+    for name in TODAY.values():
+        find_router(name)
+    yield
+    ROUTERS.clear()
+    ROUTERS.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -64,10 +76,10 @@ def tokenizers() -> dict:
 def made(tokenizers, tmp_path):
     """A run's folder with a random model: `made(GPT, router=...)`, or `made(MaskedLM, ...)`."""
 
-    def make(kind, **constants):
+    def make(kind, **changes):
         torch.manual_seed(0)
         tokenizer = tokenizers[SentencePiece if kind is GPT else XLMR]
-        model = kind(SimpleNamespace(**SIZE | constants), tokenizer.vocab_size)
+        model = kind(constants(**SIZE | changes), tokenizer.vocab_size)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(3.0)  # at initialization all tokens are routed nearly alike
@@ -77,6 +89,8 @@ def made(tokenizers, tmp_path):
 
 
 def make_any(made, name: str):
+    if name in TODAY:
+        return made(GPT, router=TODAY[name], split=4, capacity=0.25)
     return made(GPT, **DECODERS[name]) if name in DECODERS else made(MaskedLM, **ENCODERS[name])
 
 
@@ -173,13 +187,14 @@ def test_every_stop_of_the_capacity_slider_is_another_capacity():
 
 
 @pytest.mark.skipif(not NODE, reason="needs node")
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("name", [*DECODERS, *TODAY, *ENCODERS])
 def test_the_page_routes_as_the_trained_model(name, made):
     """By the probabilities and by the ranks that the server sends."""
     folder = make_any(made, name)
     player = play.Player(str(folder))
     about, route = player.about, player.route(TEXT)
-    other = {"hash": "trained", "base": "trained", "hypersphere": "switch", "top-2": "topk"}
+    other = dict.fromkeys(("hash", "base", "bias", "relu", "null"), "trained") | {"hypersphere": "switch"}
+    other |= dict.fromkeys(("top-2", "shared", "noisy"), "topk")
     assert about["trained"]["chooser"] == other.get(name, name)
     assert ("topk" in about["choosers"]) == (name != "hash")
     names = {"hypersphere": ["after layer 1", "after layer 3"], "top-2": ["after layer 2"]}
@@ -239,6 +254,40 @@ def test_the_loss_is_the_models_under_the_setting(made):
     for _ in range(2):
         player.route(TEXT)
     assert draws[0] == draws[1]
+
+
+@pytest.mark.skipif(not NODE, reason="needs node")
+@pytest.mark.parametrize("name", TODAY)
+def test_choosers_replace_the_choice_of_any_router(name, made):
+    """As the page shows it, also for null experts: further columns of scores, which no other chooser chooses."""
+    player = play.Player(str(make_any(made, name)))
+    about, ids = player.about, torch.tensor([player.read(TEXT)])
+    S, E, cases, masks = ids.numel(), about["E"], [], []
+    assert about["choosers"][-3:] == ["threshold", "topk", "switch"]
+    for chooser, t, K in (("threshold", 0.2, 1), ("threshold", 1.0, 1), ("topk", 0.5, 3), ("switch", 0.5, 1)):
+        setting = dict(chooser=chooser, t=t, K=K, gamma=2.0)
+        seen, _ = player.forward(ids, setting=setting)
+        for routing, kept in seen:
+            assert routing.probs.shape == (S, E)
+            cases.append(setting | dict(S=S, E=E, probs=routing.probs.flatten().tolist()))
+            masks.append([digits(routing.wanted), digits(kept)])
+    assert in_the_page(CHOSEN, cases) == masks
+
+
+def test_choosers_keep_gates_and_shared_experts(made):
+    """A ReLU router weights negative scores by 0, so choosing every expert changes nothing."""
+    player = play.Player(str(make_any(made, "relu")))
+    unlimited = player.about["trained"] | {"gamma": None}
+    trained = player.loss(TEXT, unlimited)["loss"][1:]
+    every = player.loss(TEXT, unlimited | {"chooser": "threshold", "t": 1.0})["loss"][1:]
+    assert every == pytest.approx(trained, abs=2e-4)
+    player = play.Player(str(make_any(made, "shared")))
+    setting, trained = player.about["trained"], player.route(TEXT)["loss"]
+    assert (setting["chooser"], setting["K"]) == ("topk", 3)
+    assert player.loss(TEXT, setting)["loss"] == trained
+    for moe in player.model.moe_layers:
+        moe.router.beside = None
+    assert player.loss(TEXT, setting)["loss"] != trained
 
 
 def test_an_encoder_has_no_loss(made):

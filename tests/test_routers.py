@@ -7,7 +7,7 @@ import signal
 import pytest
 import reference
 import torch
-from helpers import balance_of, constants, lively, values_and_gradients
+from helpers import PAPERS, balance_of, constants, lively, values_and_gradients
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
@@ -17,7 +17,7 @@ from routers import NOT_CHOSEN, ROUTERS, Router, balanced_assignment, by_rank
 
 D, V = 6, 11
 SCORES, GATES = ("dot", "hypersphere"), ("softmax", "sigmoid")
-COMBINATIONS = [*itertools.product(ROUTERS.keys() - {"hash"}, SCORES, GATES), ("hash", None, None)]
+COMBINATIONS = [*itertools.product({*PAPERS} - {"hash"}, SCORES, GATES), ("hash", None, None)]
 COMBINATIONS.sort(key=str)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -314,9 +314,9 @@ def test_base_balances_in_training_and_chooses_the_best_expert_at_test(score, tr
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_accept_no_tokens(name):
-    routing = make_router(name, 4, training=True)(*make_tokens(0))
+    routing = make_router(name, 4, K=2, training=True)(*make_tokens(0))
     assert routing.weight.shape == (0, 4)
-    assert balance_of(routing) == 0
+    assert name not in PAPERS or balance_of(routing) == 0
 
 
 def test_the_auction_ends_if_scores_are_nan():
