@@ -1,12 +1,11 @@
 """Test sets of sentence pairs: Tatoeba, the held-out pairs of a prepared corpus, and pairs with word alignments."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import PairData
-from data.files import read_lines, read_sides
+from data.files import read_lines, read_sides, say
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> (sentence, English translation)
 Links = set[tuple[int, int]]  # (i, j): word i of the first sentence and word j of the second, from 0
@@ -65,32 +64,46 @@ def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
     """Language pair -> its aligned sentences.
 
     A line of de-en.src-tgt is `source ||| target`; the same line of de-en.gold has its links, such as `1-1 2p3`: i-j is
-    sure, ipj possible, from 1. Published sets have a few links past the end of a sentence; these are dropped.
+    sure, ipj possible, from 1, or from 0 if that fits better. Published sets have a few links to no word; these are
+    dropped.
     """
     sets = {}
     for path in sorted(folder.glob("*.src-tgt")):
-        sets[path.stem] = list(read_alignments(path, path.with_suffix(".gold")))
+        sets[path.stem] = read_alignments(path, path.with_suffix(".gold"))
     if not sets:
         raise FileNotFoundError(f"--source {folder} contains no file such as de-en.src-tgt with its de-en.gold")
     return sets
 
 
-def read_alignments(path: Path, gold: Path) -> Iterator[Aligned]:
+def read_alignments(path: Path, gold: Path) -> list[Aligned]:
     """The sentence pairs in the lines of `path` with the links in the lines of `gold`."""
     texts, links = list(read_lines(path)), list(read_lines(gold))
     if len(texts) != len(links):
         raise ValueError(f"{path} has {len(texts):,} sentence pairs, but {gold.name} has {len(links):,} lines of links")
+    rows = []
     for number, (text, line) in enumerate(zip(texts, links), start=1):
-        one, _, two = text.partition("|||")
-        aligned = Aligned(one.split(), two.split(), set(), set())
-        if not aligned.one or not aligned.two:
+        one, two = (side.split() for side in text.partition("|||")[::2])
+        if not one or not two:
             raise ValueError(f"{path}, line {number}: not `source ||| target`")
-        for link in line.split():
-            if not (match := re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)):
+        matches = {link: re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link) for link in line.split()}
+        for link, match in matches.items():
+            if not match:
                 raise ValueError(f"{gold}, line {number}: {link} is not a link such as 1-1 or 2p3")
-            i, j = int(match[1]) - 1, int(match[3]) - 1
-            if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):
-                aligned.possible.add((i, j))
-                if match[2] == "-":
-                    aligned.sure.add((i, j))
-        yield aligned
+        rows.append((one, two, [match.groups() for match in matches.values()]))
+    from_1, from_0 = ([aligned(*row, first) for row in rows] for first in (1, 0))
+    if sum(len(pair.possible) for pair in from_0) > sum(len(pair.possible) for pair in from_1):
+        say(f"{gold}: words are counted from 0")
+        return from_0
+    return from_1
+
+
+def aligned(one: list[str], two: list[str], links: list[tuple], first: int) -> Aligned:
+    """A sentence pair with the links between its words, whose numbers begin with `first`."""
+    pair = Aligned(one, two, set(), set())
+    for i, sign, j in links:
+        i, j = int(i) - first, int(j) - first
+        if 0 <= i < len(one) and 0 <= j < len(two):
+            pair.possible.add((i, j))
+            if sign == "-":
+                pair.sure.add((i, j))
+    return pair

@@ -8,13 +8,15 @@ Rows are lists or one-pass iterators. If the splits are predefined, held-out row
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 from data import ciphers, files, messages
 from data.english import pydocs
@@ -51,10 +53,10 @@ def read(name: str, source: Path | None = None) -> Groups:
 # Splits
 
 
-def hashed(texts: Texts, valid: float, test: float) -> Records:
-    """Splits texts by a hash of the (second) text, given the shares of valid and test."""
+def hashed(texts: Texts, valid: float, test: float, side: int = 0) -> Records:
+    """Splits texts, or pairs, by a hash of the text at index `side`, given the shares of valid and test."""
     for row in texts:
-        yield split_of(row[-1], valid, test), *row
+        yield split_of(row[side], valid, test), *row
 
 
 def labelled(splits: dict[str, Texts]) -> Records:
@@ -64,10 +66,10 @@ def labelled(splits: dict[str, Texts]) -> Records:
             yield split, *row
 
 
-def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01) -> Records:
+def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01, side: int = 0) -> Records:
     """Splits texts by file names that contain train, valid or test. Without a train file, the other files are train.
 
-    Without a valid (or test) file, a hash splits off this share of the training texts.
+    Without a valid (or test) file, a hash splits off this share of the training texts, see `hashed`.
     """
     named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
@@ -78,7 +80,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01
     train = chain.from_iterable(named.pop("train", unnamed).values())
     held_out = {split: chain.from_iterable(named[split].values()) for split in ("valid", "test") if split in named}
     shares = [0.0 if split in named else share for split in ("valid", "test")]
-    return chain(labelled(held_out), hashed(train, *shares))
+    return chain(labelled(held_out), hashed(train, *shares, side))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,33 +100,67 @@ def language_files(source: Path) -> Groups:
     for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
         language = path.name.removeprefix("c4-").split(".")[0]
         contents[language][path] = zip(read_documents(path))
-    return groups_of(source, contents, "LANGUAGE.txt, .jsonl or .parquet (plain, .gz or .xz)")
+    if not contents:
+        raise FileNotFoundError(f"--source {source} contains no LANGUAGE.txt, .jsonl or .parquet (plain, .gz or .xz)")
+    return {language: split_by_name(source, texts) for language, texts in contents.items()}
 
 
 def bitext(source: Path) -> Groups:
     """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work."""
-    contents = defaultdict(dict)  # pair -> file -> its pairs of texts
-    paths, seconds = files.source_files(source), set()
+    contents = defaultdict(dict)  # pair -> file -> itself, and the file of its second sides if that is another
+    paths = files.source_files(source)
     for path in paths:
         stem, _, ending = files.uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
         if ending == "tsv" and "-" in pair:
-            contents[pair][path] = read_pairs(path)
+            contents[pair][path] = [path]
         elif pair.startswith(f"{ending}-"):  # the first side
-            second = one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")
-            contents[pair][path] = read_pairs(path, second)
-            seconds.add(second)
-    used = seconds.union(*contents.values())
+            contents[pair][path] = [path, one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")]
+    used = {path for files_of_pair in contents.values() for both in files_of_pair.values() for path in both}
     unused = [path.name for path in paths if path not in used]
     files.say_skipped(source, "neither a side of a language pair nor a .tsv of pairs", *unused)
-    return groups_of(source, contents, "files such as de-en.de and de-en.en, or de-en.tsv (plain, .gz or .xz)")
-
-
-def groups_of(source: Path, contents: dict[str, dict[Path, Texts]], expected: str) -> Groups:
-    """The rows of each language or pair from its files. Raises FileNotFoundError if there are none."""
     if not contents:
+        expected = "files such as de-en.de and de-en.en, or de-en.tsv (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {source} contains no {expected}")
-    return {name: split_by_name(source, texts) for name, texts in contents.items()}
+    return split_pairs(source, contents)
+
+
+def split_pairs(source: Path, contents: dict[str, dict[Path, list]]) -> Groups:
+    """Splits pairs so that no text, of any language, is in two splits, unless file names set the splits.
+
+    A hash of the text in the language that most pairs share chooses the split; pairs with a text of another split are
+    left out. contents: pair -> file -> itself, and the file of its second sides if that is another.
+    """
+    codes = {pair: re.split("-.*-|-", pair) for pair in contents}  # zh-Hans-en: zh and en
+    counts = Counter(chain.from_iterable(codes.values()))
+    rank = {code: (count, code == "en", code) for code, count in counts.items()}
+    held_out, unnamed = {}, []  # text -> its split; pairs whose files do not name all splits
+
+    def rows_of(pair: str) -> Records:
+        one, two = codes[pair]
+        texts = {path: read_pairs(*both) for path, both in contents[pair].items()}
+        return split_by_name(source, texts, side=int(rank[two] > rank[one]))
+
+    for pair, paths in contents.items():
+        if not {"valid", "test"} <= {files.named_split(path.relative_to(source)) for path in paths}:
+            unnamed.append(pair)
+    for split, *texts in tqdm(chain.from_iterable(map(rows_of, unnamed)), "splitting", unit="pair", disable=None):
+        if split != "train":
+            for text in texts:
+                held_out.setdefault(text, split)
+    return {pair: apart(pair, rows_of(pair), held_out) if pair in unnamed else rows_of(pair) for pair in contents}
+
+
+def apart(pair: str, rows: Records, held_out: dict[str, str]) -> Records:
+    """The rows whose texts are in no other split; held_out: text -> its split."""
+    left_out = 0
+    for split, *texts in rows:
+        if {held_out.get(text, "train") for text in texts} == {split}:
+            yield split, *texts
+        else:
+            left_out += 1
+    if left_out:
+        files.say(f"{pair}: left out {left_out:,} pairs with a text that is also in another split")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

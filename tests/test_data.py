@@ -707,12 +707,54 @@ def test_pairs_are_decoded_unchanged(spm, tmp_path, capsys):
     for name in texts:
         expected = {split: [] for split in SPLITS}
         for pair in texts[name]:
-            expected[split_of(pair[1], valid=0.01, test=0.01)].append(pair)
+            english = pair[name.split("-").index("en")]
+            expected[split_of(english, valid=0.01, test=0.01)].append(pair)
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
         decoded = [pair for name in texts for pair in pairs_of(folder, split, name)]
         assert held_out_of(folder, split) == decoded
+
+
+MULTIPARALLEL = {  # names of the pairs, and the language whose text chooses the split
+    ("de-en", "fr-en"): "en",
+    ("en-de", "en-fr"): "en",
+    ("en-de", "fr-en", "de-fr"): "en",
+    ("fr-de", "it-fr"): "fr",
+    ("de-fr", "fr-it"): "fr",
+    ("en-zh-Hans",): "en",
+}
+
+
+@pytest.mark.parametrize("names", MULTIPARALLEL, ids=" ".join)
+def test_no_text_is_in_two_splits_whatever_the_names(names, tmp_path, capsys):
+    """Some texts have two translations, and English has fewer different texts than the others."""
+    spoken = {code: [f"{code} {i}" for i in range(4000)] for code in ("de", "fr", "it", "zh")}
+    spoken["en"] = [f"en {i // 2}" for i in range(4000)]
+    for name in names:
+        codes = name.removesuffix("-Hans").split("-")
+        rows = [*zip(*map(spoken.get, codes)), *zip(spoken[codes[0]], reversed(spoken[codes[1]]))]
+        write_files(tmp_path, {f"{name}.tsv": "".join(f"{one}\t{two}\n" for one, two in rows)})
+    groups, splits, counts = corpora.bitext(tmp_path), {}, Counter()
+    for name in names:
+        for split, *texts in groups[name]:
+            counts[name, split] += 1
+            for text in texts:
+                splits.setdefault(text, set()).add(split)
+    assert all(len(each) == 1 for each in splits.values())
+    for (name, split), count in counts.items():
+        assert count > (7000 if split == "train" else 20), (name, split, count)
+    chosen = {text: split_of(text, valid=0.01, test=0.01) for text in splits if text.startswith(MULTIPARALLEL[names])}
+    if len(names) < 3:  # else the third pair has none of these texts
+        assert {text: {split} for text, split in chosen.items()}.items() <= splits.items()
+    assert f"{names[0]}: left out " in capsys.readouterr().err
+
+
+def test_named_splits_are_kept_as_published(tmp_path):
+    """Here a training pair repeats a text of the test set."""
+    files = {f"de-en.{split}.tsv": f"a\t{split}\nJa.\tYes.\n" for split in SPLITS}
+    rows = list(corpora.bitext(write_files(tmp_path, files))["de-en"])
+    assert sorted(rows) == sorted((split, *row) for split in SPLITS for row in (("a", split), ("Ja.", "Yes.")))
 
 
 def test_pairs_of_the_hub_keep_its_splits(spm, hub, tmp_path):
