@@ -195,8 +195,9 @@ def languages_of(task, split) -> list[str]:
 
 
 def read_tags(path: Path, labels: tuple) -> Parsed:
-    """Sentences separated by blank lines, as `word TAB tag` lines, as words alone, or in CoNLL-U's ten columns. In a file
-    without a TAB, spaces may separate the columns, with the word first and the tag last, as in CoNLL-2003.
+    """Sentences separated by blank lines, as `word TAB tag` lines, as words alone, or in CoNLL-U's ten columns.
+
+    In a file without a TAB, spaces may separate the columns, the word first and the tag last, as in CoNLL-2003.
 
     CoNLL-U's empty nodes and multiword tokens are skipped, as are malformed lines, and sentences in which every word is
     `_`, because the treebank may not publish them. An unknown tag is kept, and no prediction can equal it.
