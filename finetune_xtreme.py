@@ -25,7 +25,6 @@ from typing import Literal
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from data import xtreme_rows
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
@@ -35,7 +34,7 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
-from metrics import flops
+from metrics import flops, progress
 from metrics.routing import count_choices
 from metrics.scores import COUNTING, gap, guess, mean, score_task
 from model import Encoder, SparseModel, cross_entropy, nonpad_mask
@@ -326,11 +325,12 @@ class FineTuned(SparseModel):
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
     """-> tags, answer or label of each example. Batches of rows of similar length are distributed over processes."""
     model.eval()
-    rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
+    all_examples = progress(examples, "tokenizing")
+    rows = xtreme_rows.rows_of(model.kind, all_examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
     longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
-    for first in range(context.rank * size, len(rows), context.world * size):
+    for first in progress(range(context.rank * size, len(rows), context.world * size), "predicting"):
         indices = longest_first[first : first + size]
         batch_rows = [rows[i] for i in indices]
         batch = xtreme_rows.batch_of(batch_rows, tokenizer.pad)
@@ -355,7 +355,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     count = COUNTING.get(config.task) or COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
-    for language, test in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
+    for language, test in examples.test.items():
         predicted = predict(model, test, config, run.tokenizer, context)
         run.write(*submission(config.task, language, test, predicted))
         gold = [example.gold for example in test]
@@ -443,18 +443,19 @@ def train(config: Config, context) -> dict:
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
+    changes = {"dropout": config.dropout, "balance_coef": config.balance_coef, "recompute": False}
+    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), **changes)
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    changes = {"dropout": config.dropout, "balance_coef": config.balance_coef, "recompute": False}
-    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), **changes)
     seed_all(config.seed)
     if config.random_weights:
         encoder = Encoder(encoder.config, encoder.vocab_size)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     longest = encoder.config.block_size
     model.longest_row = min(config.block_size or longest, longest)  # tokens
-    rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, model.longest_row, config.stride, model.labels)
+    train = progress(examples.train, "tokenizing")
+    rows = xtreme_rows.rows_of(model.kind, train, tokenizer, model.longest_row, config.stride, model.labels)
     if config.task in LABORATORY and tokenizer.unk in rows[0].ids:
         raise ValueError(f"{config.model} does not know the ciphers' characters: train it with --data ciphers")
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]

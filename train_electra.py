@@ -31,7 +31,7 @@ from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bilingual, counting, crosslingual, flops, in_perplexity
+from metrics import bilingual, counting, crosslingual, flops, in_perplexity, progress
 from metrics.routing import RoutingStats, describe_routing
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
@@ -270,7 +270,7 @@ def score(model, batches, special, config: Config, context) -> dict:
     """
     special = torch.tensor([*special])
     counts, sums = Counter(), Counter()  # of this process, of all processes
-    for masking, first, batch in batches:
+    for masking, first, batch in progress(batches, "evaluating"):
         seed_all(config.seed, masking, first, 3)  # differs from all seeds of training, whose fourth number is 0
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
@@ -343,16 +343,16 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
-        if not run.extra:
-            untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
-            run.extra["untrained"] = untrained["centred"]
-            model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         sizes = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
         parameters["without_generator"] = sum(sizes)  # the generator is not needed after pre-training
         size = "{total:,} parameters, {without_generator:,} without the generator".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs per step")
+        if not run.extra:
+            untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
+            run.extra["untrained"] = untrained["centred"]
+            model.train()
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)

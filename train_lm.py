@@ -29,7 +29,7 @@ from engine.files import differing, newest, read_json
 from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, counting, flops, perplexity
+from metrics import bits_per_byte, counting, flops, perplexity, progress
 from metrics.routing import RoutingStats, describe_routing, easy_and_hard, losses_in_words, mean_over_layers
 from model import GPT
 
@@ -203,7 +203,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     watches = [RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(2, dtype=torch.float64)  # cross entropy, tokens
     batches = data.eval_batches(split, max_tokens, context.rank, context.world)
-    for number, (x, y) in enumerate(batches):
+    for number, (x, y) in enumerate(progress(batches, "evaluating")):
         micro = context.rank + number * context.world
         seed_all(model.config.seed, 0, 1 + micro)  # for routers that sample
         x, y = context.send_all(x, y)

@@ -27,7 +27,7 @@ from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import counting, flops, in_perplexity, perplexity
+from metrics import counting, flops, in_perplexity, perplexity, progress
 from metrics.routing import Collapse, RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import PAD, MaskedLM, cross_entropy
 
@@ -196,7 +196,8 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     routing = [RoutingStats(moe) for moe in model.moe_layers]
     collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # per language, over its masked tokens
-    for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
+    batches = data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
+    for k, first, batch in progress(batches, "evaluating"):
         seed_all(config.seed, 0, 1 + k, first)  # for routers that sample
         for watch in collapse:  # RC and RF are measured on the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token

@@ -24,7 +24,6 @@ from typing import Literal
 
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
-from tqdm import tqdm
 
 from data.batches import TranslationData, source_batches
 from data.files import read_lines
@@ -34,7 +33,7 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, flops, perplexity
+from metrics import bits_per_byte, flops, perplexity, progress
 from metrics.bleu import mean, score_counting, score_translations
 from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import Translator, nonpad_mask, rows_of
@@ -302,9 +301,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     sources = [ids[number][:room] for number in nonempty]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
-    silent = context.rank > 0 or None
     translations = {}  # by number of the text
-    for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
+    for numbers, batch in progress(batches[context.rank :: context.world], "translating"):
         source, nonpad = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     targets: list[int]  # a tag for each mark; the answer's first and last index in ids, 0 if not here; or a label
 
 
-def rows_of(kind, examples: list[Example], tokenizer: XLMR, T, stride, labels: list) -> list[Row]:
+def rows_of(kind, examples: Iterable[Example], tokenizer: XLMR, T, stride, labels: list) -> list[Row]:
     """The examples as rows of at most T tokens. Unknown and missing labels become UNKNOWN."""
     numbers = {label: number for number, label in enumerate(labels)}
     rows = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batches import Masked, PairData
-from metrics import crosslingual
+from metrics import crosslingual, progress
 from model import Encoder, MaskedLM
 
 
@@ -37,7 +37,7 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
     local, total = Counter(), Counter()  # (half, first row of a batch) -> counts (2, B), summed over maskings
     for half in (0, 1):
         shown = (0, 1) if both_shown else (half,)
-        for _, first, batch in pairs.eval_batches(*args, masked=(half,), shown=shown):
+        for _, first, batch in progress(pairs.eval_batches(*args, masked=(half,), shown=shown), "translations"):
             local[half, first] += correct_by_row(model, batch, context)
     for counts in context.gather(local):
         total.update(counts)
@@ -69,7 +69,7 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     # The cipher languages share their held-out sentences: cache a language's vectors.
     vectors_of = lru_cache(maxsize=4)(partial(crosslingual.sentence_vectors, encoder, pairs.tokenizer, **options))
     scores = []
-    for language in pairs.languages[context.rank :: context.world]:
+    for language in progress(pairs.languages[context.rank :: context.world], "retrieval"):
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
