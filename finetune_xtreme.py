@@ -33,7 +33,7 @@ from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
-from engine.table import Table, carry_out, markdown_table, start
+from engine.table import Table, carry_out, markdown_table, seeds_of, start, table_of
 from metrics import flops, progress
 from metrics.routing import count_choices
 from metrics.scores import COUNTING, gap, guess, mean, score_task
@@ -496,6 +496,10 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = start(Config, PRESETS)
+    with clear_errors():
+        for _, change in table_of(config, PRESETS, TABLES).rows:  # refuses missing encoders before the first row
+            for run in seeds_of(config, change):
+                encoder_of(run)
     carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
