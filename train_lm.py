@@ -183,7 +183,7 @@ def cells(result: dict) -> dict:
     row = {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "bits/byte": (test["bpb"], ".3f"),
-        "ours": (test["ppl"], ".2f"),
+        "perplexity": (test["ppl"], ".2f"),
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
     }
     for name, form in ROUTING.items():

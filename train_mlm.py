@@ -170,7 +170,7 @@ def cells(result: dict) -> dict:
     mean = partial(mean_over_layers, layers=result["valid"]["layers"])
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
-        "our perplexity": (result["valid"]["ppl"], ".2f"),
+        "perplexity": (result["valid"]["ppl"], ".2f"),
         "beats counting since step": (result.get("since_step"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
         "RC at first": (mean_over_layers("rc", result.get("first", [])), ".2f"),
