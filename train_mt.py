@@ -26,6 +26,7 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
 from data.batches import TranslationData, source_batches
+from data.ciphers import VISIBLE
 from data.files import read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
@@ -465,7 +466,8 @@ def report(config: Config, result: dict) -> str:
             lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
     lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
     for name, source, reference, translation in unlimited["examples"]:
-        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {translation}")
+        sample = f"{name}: {source}\n  reference: {reference}\n  model:     {translation}"
+        lines.append(sample.translate(VISIBLE))
     return "\n".join(lines)
 
 

@@ -89,7 +89,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01
 
 def text(source: Path) -> Records:
     """Documents as in `read_documents`. Small texts hold out a larger share, about HELD_OUT bytes."""
-    contents = {path: zip(read_documents(path)) for path in files.text_files(source)}
+    contents = {path: zip(read_documents(path, source=source)) for path in files.text_files(source)}
     size = sum(path.stat().st_size for path in contents)
     return split_by_name(source, contents, share=max(0.01, min(0.1, HELD_OUT / max(1, size))))
 
@@ -99,7 +99,7 @@ def language_files(source: Path) -> Groups:
     contents = defaultdict(dict)  # language -> file -> its texts
     for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
         language = path.name.removeprefix("c4-").split(".")[0]
-        contents[language][path] = zip(read_documents(path))
+        contents[language][path] = zip(read_documents(path, source=source))
     if not contents:
         raise FileNotFoundError(f"--source {source} contains no LANGUAGE.txt, .jsonl or .parquet (plain, .gz or .xz)")
     return {language: split_by_name(source, texts) for language, texts in contents.items()}

@@ -124,11 +124,11 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
+def read_documents(path: Path, blocks: bool = False, source: Path | None = None) -> Iterator[str]:
     """The documents of a file: the rows of Parquet or JSON lines, the blocks or lines of plain text.
 
     The file name determines the format. In plain text, blocks between blank lines are documents if the blank lines are
-    regular or `blocks` is true; otherwise lines are.
+    regular or `blocks` is true; otherwise lines are: a message says which, of `source` (default: the file's folder).
     """
     name = uncompressed_name(path).lower()
     if UNREAD.search(name):
@@ -150,12 +150,12 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
                     raise ValueError(f"{path}, line {number}: not a JSON object with a string 'text'")
                 yield text
     elif blocks or are_blocks(head):
-        say(f"{path.parent}: every block between blank lines is a document")
+        say(f"{source or path.parent}: every block between blank lines is a document")
         for is_blank, block in groupby(lines, key=str.isspace):
             while not is_blank and (part := list(islice(block, LONGEST_BLOCK))):
                 yield "".join(part).strip()
     else:
-        say(f"{path.parent}: every line is a document")
+        say(f"{source or path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))
 
 

@@ -404,7 +404,7 @@ def test_the_command_prints_token_counts_or_one_error(tmp_path, model, paragraph
     write_files(tmp_path, {"mine.txt": "\n\n".join(paragraphs)})
     out, prepare_text = tmp_path / "out", ("-m", "data.prepare", "text")
     done = command(*prepare_text, "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
-    assert done.stderr == f"{tmp_path}: every block between blank lines is a document\n"
+    assert done.stderr == f"{tmp_path / 'mine.txt'}: every block between blank lines is a document\n"
     counts = [f"{meta_of(out)['splits'][split]['tokens']:,}" for split in SPLITS]
     assert done.stdout == f"{out}: {' / '.join(counts)} tokens (train / valid / test)\n"
     done = command(*prepare_text, "--source", tmp_path / "absent")

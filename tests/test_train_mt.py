@@ -93,7 +93,7 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}" in out
         assert len(scores["layers"]) == sparse
     assert "nw:2" in limited["pairs"]["de-en"]["chrf_signature"]
-    assert out.count("reference: ") == out.count("ours:      ") == 5
+    assert out.count("reference: ") == out.count("model:     ") == 5
     if row in ("threshold", "encoder only"):
         assert any(layer["cut"] > 0 for layer in limited["layers"])
         assert all(layer["cut"] == 0 for layer in unlimited["layers"])
