@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from data import xtreme_rows
+from data.files import progress
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -34,7 +35,7 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, seeds_of, start, table_of
-from metrics import flops, progress
+from metrics import flops
 from metrics.routing import count_choices
 from metrics.scores import COUNTING, gap, guess, mean, score_task
 from model import Encoder, SparseModel, cross_entropy, nonpad_mask
@@ -312,8 +313,7 @@ class FineTuned(SparseModel):
             return self.out(self.dropout(h)), router_loss
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
         if nonpad is not None:
-            padding = ~nonpad_mask(ids, nonpad).unsqueeze(1)
-            logits = logits.masked_fill(padding, -torch.inf)
+            logits = logits.masked_fill(~nonpad_mask(ids, nonpad).unsqueeze(1), -torch.inf)
         return logits.flatten(0, 1), router_loss
 
 
@@ -325,8 +325,7 @@ class FineTuned(SparseModel):
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
     """-> tags, answer or label of each example. Batches of rows of similar length are distributed over processes."""
     model.eval()
-    all_examples = progress(examples, "tokenizing")
-    rows = xtreme_rows.rows_of(model.kind, all_examples, tokenizer, model.longest_row, config.stride, model.labels)
+    rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
     longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
@@ -415,8 +414,7 @@ def train(config: Config, context) -> dict:
             loss = cross_entropy(logits, targets)
             share = count / predicted  # a step's loss is the mean over all its targets
             (share * (loss + router_loss)).backward()  # X-MoE eq. 10
-            tokens = ids.numel() if nonpad is None else len(nonpad)
-            run.add(share * loss, tokens)
+            run.add(share * loss, tokens=ids.numel() if nonpad is None else len(nonpad))
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -454,8 +452,7 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     longest = encoder.config.block_size
     model.longest_row = min(config.block_size or longest, longest)  # tokens
-    train = progress(examples.train, "tokenizing")
-    rows = xtreme_rows.rows_of(model.kind, train, tokenizer, model.longest_row, config.stride, model.labels)
+    rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, model.longest_row, config.stride, model.labels)
     if config.task in LABORATORY and tokenizer.unk in rows[0].ids:
         raise ValueError(f"{config.model} does not know the ciphers' characters: train it with --data ciphers")
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]

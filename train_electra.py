@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.batches import Masked, MaskedData, PairData
+from data.files import progress
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bilingual, counting, crosslingual, flops, in_perplexity, progress
+from metrics import bilingual, counting, crosslingual, flops, in_perplexity
 from metrics.routing import RoutingStats, describe_routing
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
@@ -54,7 +55,6 @@ class Config:
     lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; 50 as in the paper slows the generator
     mask_share: float = 0.4  # share of tokens to mask; with the paper's 0.15 the demo learns less
     masks: Literal["all", "bert", "electra"] = "all"  # what replaces masked tokens in training: see MASKS
-    span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
     generator_layers: int = 4  # generator layers, of the same width; with 2 the demo aligns its languages too late
     n_layer: int = 4  # discriminator layers, not counting sparse ones
@@ -335,8 +335,7 @@ def train(config: Config, context) -> dict:
         data = open_data(config, context)
         # Evaluation always shows the mask, whatever --masks is. Without a capacity limit, scores do not depend on the
         # batch size, and larger batches are faster.
-        limited = math.isfinite(config.capacity_factor)
-        factor = 1 if limited else max(1, 4096 // config.micro_tokens)
+        factor = 1 if math.isfinite(config.capacity_factor) else max(1, 4096 // config.micro_tokens)
         eval_config = replace(config, masks="all", micro_tokens=factor * config.micro_tokens)
         held_out = open_data(eval_config, context)
         run = Run(config, PRESETS, context, *data.values())
@@ -403,8 +402,7 @@ def train(config: Config, context) -> dict:
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     """Opens both corpora. Raises ValueError if their vocabularies differ."""
-    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
-    options["replace"] = MASKS[config.masks]
+    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "replace": MASKS[config.masks]}
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:

@@ -23,13 +23,14 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
 from data.batches import TokenData
+from data.files import progress
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
 from engine.files import differing, newest, read_json
 from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, counting, flops, perplexity, progress
+from metrics import bits_per_byte, counting, flops, perplexity
 from metrics.routing import RoutingStats, describe_routing, easy_and_hard, losses_in_words, mean_over_layers
 from model import GPT
 

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from data.batches import MaskedData
+from data.files import progress
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import counting, flops, in_perplexity, perplexity, progress
+from metrics import counting, flops, in_perplexity, perplexity
 from metrics.routing import Collapse, RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import PAD, MaskedLM, cross_entropy
 

@@ -27,14 +27,14 @@ import torch
 
 from data.batches import TranslationData, source_batches
 from data.ciphers import VISIBLE
-from data.files import read_lines
+from data.files import progress, read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, flops, perplexity, progress
+from metrics import bits_per_byte, flops, perplexity
 from metrics.bleu import mean, score_counting, score_translations
 from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import Translator, nonpad_mask, rows_of

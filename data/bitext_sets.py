@@ -1,6 +1,7 @@
 """Test sets of sentence pairs: Tatoeba, the held-out pairs of a prepared corpus, and pairs with word alignments."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,41 +70,32 @@ def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
     """
     sets = {}
     for path in sorted(folder.glob("*.src-tgt")):
-        sets[path.stem] = read_alignments(path, path.with_suffix(".gold"))
+        gold = path.with_suffix(".gold")
+        from_1, from_0 = (list(read_alignments(path, gold, first)) for first in (1, 0))
+        sets[path.stem] = max(from_1, from_0, key=lambda pairs: sum(len(pair.possible) for pair in pairs))
+        if sets[path.stem] is from_0:
+            say(f"{gold}: words are counted from 0")
     if not sets:
         raise FileNotFoundError(f"--source {folder} contains no file such as de-en.src-tgt with its de-en.gold")
     return sets
 
 
-def read_alignments(path: Path, gold: Path) -> list[Aligned]:
-    """The sentence pairs in the lines of `path` with the links in the lines of `gold`."""
+def read_alignments(path: Path, gold: Path, first: int) -> Iterator[Aligned]:
+    """The sentence pairs in the lines of `path`, with the links in those of `gold`, which counts words from `first`."""
     texts, links = list(read_lines(path)), list(read_lines(gold))
     if len(texts) != len(links):
         raise ValueError(f"{path} has {len(texts):,} sentence pairs, but {gold.name} has {len(links):,} lines of links")
-    rows = []
     for number, (text, line) in enumerate(zip(texts, links), start=1):
-        one, two = (side.split() for side in text.partition("|||")[::2])
-        if not one or not two:
+        one, _, two = text.partition("|||")
+        aligned = Aligned(one.split(), two.split(), set(), set())
+        if not aligned.one or not aligned.two:
             raise ValueError(f"{path}, line {number}: not `source ||| target`")
-        matches = {link: re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link) for link in line.split()}
-        for link, match in matches.items():
-            if not match:
+        for link in line.split():
+            if not (match := re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)):
                 raise ValueError(f"{gold}, line {number}: {link} is not a link such as 1-1 or 2p3")
-        rows.append((one, two, [match.groups() for match in matches.values()]))
-    from_1, from_0 = ([aligned(*row, first) for row in rows] for first in (1, 0))
-    if sum(len(pair.possible) for pair in from_0) > sum(len(pair.possible) for pair in from_1):
-        say(f"{gold}: words are counted from 0")
-        return from_0
-    return from_1
-
-
-def aligned(one: list[str], two: list[str], links: list[tuple], first: int) -> Aligned:
-    """A sentence pair with the links between its words, whose numbers begin with `first`."""
-    pair = Aligned(one, two, set(), set())
-    for i, sign, j in links:
-        i, j = int(i) - first, int(j) - first
-        if 0 <= i < len(one) and 0 <= j < len(two):
-            pair.possible.add((i, j))
-            if sign == "-":
-                pair.sure.add((i, j))
-    return pair
+            i, j = int(match[1]) - first, int(match[3]) - first
+            if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):
+                aligned.possible.add((i, j))
+                if match[2] == "-":
+                    aligned.sure.add((i, j))
+        yield aligned

@@ -41,29 +41,22 @@ for number, language in enumerate(LANGUAGES):
 VISIBLE = {ord(character): 0x100 + ord(character) % PIECES for each in ALPHABETS.values() for character in each}
 
 
-def encipher(pieces: Iterable[int], language, backwards=False) -> str:
-    """The text in a language; backwards: reversed, except in English.
-
-    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual if a language is reversed: a
-    measure of multilinguality should show this.
-    """
-    text = "".join(ALPHABETS[language][piece] for piece in pieces)
-    return text[::-1] if backwards and language != "en" else text
+def encipher(pieces: Iterable[int], language) -> str:
+    return "".join(ALPHABETS[language][piece] for piece in pieces)
 
 
-def by_language(english: Records, backwards=False) -> dict[str, Records]:
+def by_language(english: Records) -> dict[str, Records]:
     """Each language's share of the documents, as rows (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = deal_documents(documents)
     rows = defaultdict(list)
     for share, language in zip(shares, LANGUAGES):
         for split, sentences in [("train", [range(PIECES)]), *share]:  # first all pieces: rare ones have tokens, too
-            text = encipher(chain.from_iterable(sentences), language, backwards)
-            rows[language].append((split, text))
+            rows[language].append((split, encipher(chain.from_iterable(sentences), language)))
     return rows
 
 
-def by_pair(english: Records, backwards=False) -> dict[str, Records]:
+def by_pair(english: Records) -> dict[str, Records]:
     """Texts of SHORTEST to LONGEST pieces for every two paired languages, in both orders."""
     documents, names = in_pieces(english)
     *_, paired = deal_documents(documents)
@@ -79,7 +72,7 @@ def by_pair(english: Records, backwards=False) -> dict[str, Records]:
     pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
     for pair, splits, pair_texts in deal_texts(pairs, texts):
-        sides = ([encipher(text, language, backwards) for text in pair_texts] for language in pair)
+        sides = ([encipher(text, language) for text in pair_texts] for language in pair)
         rows["-".join(pair)] = list(zip(splits, *sides))
     return rows
 
@@ -107,8 +100,7 @@ def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
 
 
 def split_sentences(text: str) -> list[str]:
-    words = text.encode("ascii", "ignore").decode().split()
-    return re.split(r"(?<=[.!?:;]) ", " ".join(words))
+    return re.split(r"(?<=[.!?:;]) ", " ".join(text.encode("ascii", "ignore").decode().split()))
 
 
 def size(document: Document) -> int:

@@ -8,19 +8,16 @@ Rows are lists or one-pass iterators. If the splits are predefined, held-out row
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from data import ciphers, files, messages
 from data.english import pydocs
-from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
+from data.files import Records, one_of, progress, read_documents, read_lines, read_pairs, read_sides, split_of
 
 Texts = Iterable[tuple[str, ...]]  # rows without the split
 Groups = dict[str | None, Records]  # language or pair -> its rows; a corpus in one language has the single key None
@@ -53,10 +50,19 @@ def read(name: str, source: Path | None = None) -> Groups:
 # Splits
 
 
-def hashed(texts: Texts, valid: float, test: float, side: int = 0) -> Records:
-    """Splits texts, or pairs, by a hash of the text at index `side`, given the shares of valid and test."""
+def hashed(texts: Texts, valid: float, test: float, side: int = 0, held_out: dict | None = None) -> Records:
+    """Splits texts, or pairs, by a hash of the text at index `side`, given the shares of valid and test.
+
+    held_out: the split of each text in valid or test, recorded here. A pair with a text of another split is left out.
+    """
+    held_out = {} if held_out is None else held_out
     for row in texts:
-        yield split_of(row[side], valid, test), *row
+        split = split_of(row[side], valid, test)
+        if split != "train":
+            for text in row:
+                held_out.setdefault(text, split)
+        if all(held_out.get(text, split) == split for text in row):
+            yield split, *row
 
 
 def labelled(splits: dict[str, Texts]) -> Records:
@@ -66,10 +72,10 @@ def labelled(splits: dict[str, Texts]) -> Records:
             yield split, *row
 
 
-def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01, side: int = 0) -> Records:
+def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01, **pairs) -> Records:
     """Splits texts by file names that contain train, valid or test. Without a train file, the other files are train.
 
-    Without a valid (or test) file, a hash splits off this share of the training texts, see `hashed`.
+    Without a valid (or test) file, a hash splits off this share of the training texts; pairs: see `hashed`.
     """
     named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
@@ -80,7 +86,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01
     train = chain.from_iterable(named.pop("train", unnamed).values())
     held_out = {split: chain.from_iterable(named[split].values()) for split in ("valid", "test") if split in named}
     shares = [0.0 if split in named else share for split in ("valid", "test")]
-    return chain(labelled(held_out), hashed(train, *shares, side))
+    return chain(labelled(held_out), hashed(train, *shares, **pairs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,9 +112,12 @@ def language_files(source: Path) -> Groups:
 
 
 def bitext(source: Path) -> Groups:
-    """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work."""
+    """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work.
+
+    The hash that chooses a split is of the English text, or else of the language whose code is last in the alphabet.
+    """
     contents = defaultdict(dict)  # pair -> file -> itself, and the file of its second sides if that is another
-    paths = files.source_files(source)
+    paths, held_out = files.source_files(source), {}
     for path in paths:
         stem, _, ending = files.uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
@@ -116,51 +125,24 @@ def bitext(source: Path) -> Groups:
             contents[pair][path] = [path]
         elif pair.startswith(f"{ending}-"):  # the first side
             contents[pair][path] = [path, one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")]
-    used = {path for files_of_pair in contents.values() for both in files_of_pair.values() for path in both}
+    used = set(chain.from_iterable(chain.from_iterable(each.values()) for each in contents.values()))
     unused = [path.name for path in paths if path not in used]
     files.say_skipped(source, "neither a side of a language pair nor a .tsv of pairs", *unused)
+
+    def groups() -> Groups:
+        opened = {}
+        for pair, sides in contents.items():
+            one, two = ((code == "en", code) for code in re.split("-.*-|-", pair))
+            texts = {path: read_pairs(*both) for path, both in sides.items()}
+            opened[pair] = split_by_name(source, texts, side=int(two > one), held_out=held_out)
+        return opened
+
     if not contents:
         expected = "files such as de-en.de and de-en.en, or de-en.tsv (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {source} contains no {expected}")
-    return split_pairs(source, contents)
-
-
-def split_pairs(source: Path, contents: dict[str, dict[Path, list]]) -> Groups:
-    """Splits pairs so that no text, of any language, is in two splits, unless file names set the splits.
-
-    A hash of the text in the language that most pairs share chooses the split; pairs with a text of another split are
-    left out. contents: pair -> file -> itself, and the file of its second sides if that is another.
-    """
-    codes = {pair: re.split("-.*-|-", pair) for pair in contents}  # zh-Hans-en: zh and en
-    counts = Counter(chain.from_iterable(codes.values()))
-    rank = {code: (count, code == "en", code) for code, count in counts.items()}
-    held_out, unnamed = {}, []  # text -> its split; pairs whose files do not name all splits
-
-    def rows_of(pair: str) -> Records:
-        one, two = codes[pair]
-        texts = {path: read_pairs(*both) for path, both in contents[pair].items()}
-        return split_by_name(source, texts, side=int(rank[two] > rank[one]))
-
-    for pair, paths in contents.items():
-        if not {"valid", "test"} <= {files.named_split(path.relative_to(source)) for path in paths}:
-            unnamed.append(pair)
-    for split, *texts in tqdm(chain.from_iterable(map(rows_of, unnamed)), "splitting", unit="pair", disable=None):
-        if split != "train":
-            for text in texts:
-                held_out.setdefault(text, split)
-    return {pair: apart(pair, rows_of(pair), held_out) if pair in unnamed else rows_of(pair) for pair in contents}
-
-
-def apart(pair: str, rows: Records, held_out: dict[str, str]) -> Records:
-    """The rows whose texts are in no other split; held_out: text -> its split."""
-    left_out = 0
-    for split, *texts in rows:
-        if {held_out.get(text, "train") for text in texts} == {split}:
-            yield split, *texts
-        else:
-            left_out += 1
-    if left_out:
-        files.say(f"{pair}: left out {left_out:,} pairs with a text that is also in another split")
+    for _ in progress(chain.from_iterable(groups().values()), "splitting"):
+        pass  # finds all held-out texts, before any pair is used
+    return groups()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,10 +271,8 @@ CORPORA = {
     "text": Corpus("text", text),
     "messages": Corpus("languages", messages.by_language, vocabulary="messages"),
     "ciphers": Corpus("languages", convert=ciphers.by_language, **CIPHERS),
-    "ciphers-backwards": Corpus("languages", convert=partial(ciphers.by_language, backwards=True), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
     "ciphers-pairs": Corpus("pairs", convert=ciphers.by_pair, **CIPHERS),
-    "ciphers-backwards-pairs": Corpus("pairs", convert=partial(ciphers.by_pair, backwards=True), **CIPHERS),
     "ciphers-mt": Corpus("pairs", convert=ciphers.to_english, **CIPHERS_MT),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),

@@ -16,6 +16,8 @@ from functools import cache
 from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
 
+from tqdm import tqdm
+
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
 HEAD = 1000  # the number of lines at the start of a text file that decide what its documents are
@@ -157,6 +159,11 @@ def read_documents(path: Path, blocks: bool = False, source: Path | None = None)
     else:
         say(f"{source or path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))
+
+
+def progress(steps: Iterable, words: str) -> tqdm:
+    """Iterates over the steps of a longer work, with a progress bar on rank 0's terminal."""
+    return tqdm(steps, words, leave=False, delay=1, disable=int(os.environ.get("RANK", 0)) > 0 or None)
 
 
 @cache

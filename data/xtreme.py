@@ -156,9 +156,7 @@ def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
         notes += [f"{where}: {count:,} x {problem}" for problem, count in Counter(problems).most_common(5)]
         sets[language] += examples
     if unread:
-        more = f" and {len(unread) - 10:,} more" * (len(unread) > 10)
-        reason = f"a name has one language of {task}, and its format"
-        notes.append(f"{source}: skipped {', '.join(unread[:10])}{more}: {reason}")
+        notes.append(f"{source}: skipped, a name has one language of {task} and its format: {', '.join(unread)}")
     for language, examples in sets.items():
         labelled = [example for example in examples if example.gold is not None]
         if labelled or split != TASKS[task].test:

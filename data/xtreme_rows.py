@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.batches import pad_rows
+from data.files import progress
 from data.tokenizers import XLMR
 from data.xtreme import Example
 
@@ -27,11 +28,11 @@ class Row(NamedTuple):
     targets: list[int]  # a tag for each mark; the answer's first and last index in ids, 0 if not here; or a label
 
 
-def rows_of(kind, examples: Iterable[Example], tokenizer: XLMR, T, stride, labels: list) -> list[Row]:
+def rows_of(kind, examples: list[Example], tokenizer: XLMR, T, stride, labels: list) -> list[Row]:
     """The examples as rows of at most T tokens. Unknown and missing labels become UNKNOWN."""
     numbers = {label: number for number, label in enumerate(labels)}
     rows = []
-    for number, example in enumerate(examples):
+    for number, example in enumerate(progress(examples, "tokenizing")):
         if kind == "answer":
             rows += answer_rows(number, example, tokenizer, T, stride)
         elif kind == "tags":
@@ -85,8 +86,7 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
 def label_row(number: int, texts, target, tokenizer, T) -> Row:
     """`<s> one </s> </s> two </s>`. If that is too long, the longer sentence is truncated."""
     texts = tokenizer.encode_batch(list(texts))
-    room = T - 2 * len(texts)
-    while sum(map(len, texts)) > room:
+    while sum(map(len, texts)) > T - 2 * len(texts):
         max(texts, key=len).pop()
     ids = [tokenizer.bos]
     for text in texts:

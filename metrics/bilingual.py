@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batches import Masked, PairData
-from metrics import crosslingual, progress
+from data.files import progress
+from metrics import crosslingual
 from model import Encoder, MaskedLM
 
 

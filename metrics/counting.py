@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from metrics import progress
+from data.files import progress
 
 COUNTED_UP_TO = 2**24  # tokens of a training text
 

@@ -99,15 +99,6 @@ def test_pairs_are_translations_and_two_languages_are_never_paired(english):
     assert 30 < len(texts) <= ciphers.HELD_OUT
 
 
-@pytest.mark.parametrize("form", [ciphers.by_language, ciphers.by_pair])
-def test_backwards_reverses_the_ciphers_and_not_english(form, english):
-    expected = {}
-    for name, rows in form(english).items():
-        turn = [-1 if language.startswith("x") else 1 for language in name.split("-")]
-        expected[name] = [(split, *(text[::step] for text, step in zip(texts, turn))) for split, *texts in rows]
-    assert form(english, backwards=True) == expected
-
-
 def test_prepared_ciphers_have_one_token_per_character(tmp_path, monkeypatch, english):
     for name in ("ciphers", "ciphers-pairs"):
         monkeypatch.setitem(corpora.CORPORA, name, corpora.CORPORA[name]._replace(read=lambda: english))

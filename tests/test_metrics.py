@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flops import small
 
+from data.files import progress
 from engine.device import Context
-from metrics import bits_per_byte, crosslingual, perplexity, progress
+from metrics import bits_per_byte, crosslingual, perplexity
 from metrics.bilingual import bootstrap
 from metrics.routing import RoutingStats, describe_routing, mean_over_layers, representation_collapse
 from model import MoE, x_moe_layer, xmoe_layer
