@@ -416,8 +416,7 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     seed_all(config.seed)
     model = context.place(NETWORKS[config.objective](config, data["pairs"].vocab_size))
     if config.frequency_bias:
-        generator = getattr(model, "generator", model)
-        generator.bias.data.copy_(data["sentences"].log_frequencies())
+        getattr(model, "generator", model).bias.data.copy_(data["sentences"].log_frequencies())
     return model
 
 

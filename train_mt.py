@@ -179,8 +179,7 @@ def table3(base: Config) -> Table:
                 change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
-            labels = method, experts, language, numbers
-            rows.append((labels, change | {"data": data}))
+            rows.append(((method, experts, language, numbers), change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
     return Table(title, ("method", "experts", "language", "paper"), rows)
 
@@ -264,8 +263,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             parent, token = index // V, index % V
             ends = token == tokenizer.eos
-            ended = ends & (best > -math.inf)
-            for i, j in ended[:, :K].nonzero().tolist():
+            for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
                 ids = written[i, parent[i, j], 1:].tolist()
                 finished[searched[i]].append((value, ids))

@@ -286,8 +286,7 @@ class PairData(MaskedData):
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
-            language = self.draw_languages(rng, split, count=256)
-            first, count = self.streams[split][language].T
+            first, count = self.streams[split][self.draw_languages(rng, split, count=256)].T
             drawn.append(self.pairs(split, first + rng.integers(count)))
             tokens += drawn[-1].lengths.sum()
         rows = Spans(*map(np.concatenate, zip(*drawn)))
@@ -354,8 +353,7 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
-            longest = self.pairs(split, numbers).sizes.max(axis=1)
-            fitting.append(numbers[longest <= self.block_size])
+            fitting.append(numbers[self.pairs(split, numbers).sizes.max(axis=1) <= self.block_size])
         counts = list(map(len, fitting))
         if not sum(counts) or (split == "train" and not min(counts)):
             pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
@@ -364,8 +362,7 @@ class TranslationData(Prepared):
 
     def batch(self, split, step, micro=0) -> Translation:
         """A micro-batch for training, of pairs of about equal length."""
-        micros_per_pass = len(self.order(split, 0))
-        number, index = divmod(step * self.micros_per_step + micro, micros_per_pass)
+        number, index = divmod(step * self.micros_per_step + micro, len(self.order(split, 0)))
         micros = self.order(split, number)
         # With an exponent, passes differ by a few micro-batches from the first one: skip or repeat those.
         return self.translation(split, micros[index % len(micros)])

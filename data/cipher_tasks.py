@@ -142,8 +142,7 @@ def woven(one: Pieces, two: Pieces, rng) -> Pieces:
     mixture, texts = [], [one, two]
     rng.shuffle(texts)
     while len(mixture) < len(one):
-        end = len(mixture) + rng.randint(*BIT)
-        mixture += texts[0][len(mixture) : end]
+        mixture += texts[0][len(mixture) : len(mixture) + rng.randint(*BIT)]
         texts.reverse()
     return mixture[: len(one)]
 

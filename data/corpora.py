@@ -128,6 +128,8 @@ def bitext(source: Path) -> Groups:
     used = set(chain.from_iterable(chain.from_iterable(each.values()) for each in contents.values()))
     unused = [path.name for path in paths if path not in used]
     files.say_skipped(source, "neither a side of a language pair nor a .tsv of pairs", *unused)
+    if not contents:
+        raise FileNotFoundError(f"--source {source} contains no files such as de-en.de and de-en.en, or de-en.tsv")
 
     def groups() -> Groups:
         opened = {}
@@ -137,9 +139,6 @@ def bitext(source: Path) -> Groups:
             opened[pair] = split_by_name(source, texts, side=int(two > one), held_out=held_out)
         return opened
 
-    if not contents:
-        expected = "files such as de-en.de and de-en.en, or de-en.tsv (plain, .gz or .xz)"
-        raise FileNotFoundError(f"--source {source} contains no {expected}")
     for _ in progress(chain.from_iterable(groups().values()), "splitting"):
         pass  # finds all held-out texts, before any pair is used
     return groups()

@@ -89,5 +89,4 @@ def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
     for _ in range(1000):
         rows = torch.randint(R, (R,), generator=rng)
         ratios.append((totals[rows].sum() / sizes[rows].sum()).double())
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(ratios).quantile(ends).tolist()
+    return torch.stack(ratios).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()

@@ -14,8 +14,7 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
     """`total`, and `active`: those that one token uses at full capacity."""
     total = active = numel(model)
     for moe in model.moe_layers:
-        idle = 1 - served_rows(moe) / moe.router.E
-        active -= numel(moe.experts) * idle
+        active -= numel(moe.experts) * (1 - served_rows(moe) / moe.router.E)
     return {"total": total, "active": active}
 
 
