@@ -293,9 +293,8 @@ def train(config: Config, context) -> dict:
 
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per sparse layer."""
-    lines = [
-        "perplexity {ppl:.2f} ({predicted:,} masked tokens)  ".format(**scores) + losses_in_words(scores["layers"])
-    ]
+    words = "perplexity {ppl:.2f} ({predicted:,} masked tokens)  ".format(**scores)
+    lines = [words + losses_in_words(scores["layers"])]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
         lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {describe_routing(layer)}")

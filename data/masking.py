@@ -57,8 +57,7 @@ class Masking:
         By Bayes' rule, this factor multiplies the probability that the token is right. It is 1 for the mask token.
         """
         becomes_mask, becomes_random = self.replace
-        stays = 1 - becomes_mask - becomes_random
-        odds = 1 + len(self.ordinary) * stays / max(becomes_random, 1e-9)
+        odds = 1 + len(self.ordinary) * (1 - becomes_mask - becomes_random) / max(becomes_random, 1e-9)
         return torch.where(shown == self.mask, 1.0, odds).double()
 
 

@@ -26,8 +26,7 @@ def served_rows(moe: nn.Module) -> float:
 
 def row_flops(moe: nn.Module) -> float:
     """Forward FLOPs per token of one expert."""
-    sizes = [p.numel() for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
-    return 2 * sum(sizes) / moe.router.E
+    return 2 * sum(p.numel() for p in moe.experts.parameters() if p.dim() == 3) / moe.router.E  # (E, F, D) each
 
 
 def moe_flops(moe: nn.Module) -> float:

@@ -150,9 +150,8 @@ class Collapse:
         """Stops watching -> rc, and rf: the share of tokens whose expert differs from `before` (tokens,), or None."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
-        rc = representation_collapse(*map(reduce, (self.count, self.total, self.outer)))
         rf = None if before is None else float((before != self.chosen).double().mean())
-        return {"rc": rc, "rf": rf}
+        return {"rc": representation_collapse(*map(reduce, (self.count, self.total, self.outer))), "rf": rf}
 
 
 def count_choices(moe: nn.Module, counts: Tensor):
