@@ -7,6 +7,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
+from data.files import progress
 from model import kept_rows
 
 
@@ -108,7 +109,7 @@ def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list
 
     model.eval()
     moe.watchers.append(watch)
-    for batch in batches:
+    for batch in progress(batches, "choices of tokens"):
         ids = batch.flatten()
         with context.autocast():
             model(*context.send_all(batch))
