@@ -25,16 +25,16 @@ from typing import Literal
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from data import xtreme_rows
+from data.files import progress
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
-from engine.table import Table, carry_out, markdown_table, start
+from engine.table import Table, carry_out, markdown_table, seeds_of, start, table_of
 from metrics import flops
 from metrics.routing import count_choices
 from metrics.scores import COUNTING, gap, guess, mean, score_task
@@ -313,8 +313,7 @@ class FineTuned(SparseModel):
             return self.out(self.dropout(h)), router_loss
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
         if nonpad is not None:
-            padding = ~nonpad_mask(ids, nonpad).unsqueeze(1)
-            logits = logits.masked_fill(padding, -torch.inf)
+            logits = logits.masked_fill(~nonpad_mask(ids, nonpad).unsqueeze(1), -torch.inf)
         return logits.flatten(0, 1), router_loss
 
 
@@ -330,7 +329,7 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     size = config.micro_size
     longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
-    for first in range(context.rank * size, len(rows), context.world * size):
+    for first in progress(range(context.rank * size, len(rows), context.world * size), "predicting"):
         indices = longest_first[first : first + size]
         batch_rows = [rows[i] for i in indices]
         batch = xtreme_rows.batch_of(batch_rows, tokenizer.pad)
@@ -355,7 +354,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     count = COUNTING.get(config.task) or COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
-    for language, test in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
+    for language, test in examples.test.items():
         predicted = predict(model, test, config, run.tokenizer, context)
         run.write(*submission(config.task, language, test, predicted))
         gold = [example.gold for example in test]
@@ -415,8 +414,7 @@ def train(config: Config, context) -> dict:
             loss = cross_entropy(logits, targets)
             share = count / predicted  # a step's loss is the mean over all its targets
             (share * (loss + router_loss)).backward()  # X-MoE eq. 10
-            tokens = ids.numel() if nonpad is None else len(nonpad)
-            run.add(share * loss, tokens)
+            run.add(share * loss, tokens=ids.numel() if nonpad is None else len(nonpad))
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -443,11 +441,11 @@ def train(config: Config, context) -> dict:
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
+    changes = {"dropout": config.dropout, "balance_coef": config.balance_coef, "recompute": False}
+    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), **changes)
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    changes = {"dropout": config.dropout, "balance_coef": config.balance_coef, "recompute": False}
-    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), **changes)
     seed_all(config.seed)
     if config.random_weights:
         encoder = Encoder(encoder.config, encoder.vocab_size)
@@ -495,6 +493,10 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = start(Config, PRESETS)
+    with clear_errors():
+        for _, change in table_of(config, PRESETS, TABLES).rows:  # refuses missing encoders before the first row
+            for run in seeds_of(config, change):
+                encoder_of(run)
     carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.batches import Masked, MaskedData, PairData
+from data.files import progress
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
@@ -54,7 +55,6 @@ class Config:
     lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; 50 as in the paper slows the generator
     mask_share: float = 0.4  # share of tokens to mask; with the paper's 0.15 the demo learns less
     masks: Literal["all", "bert", "electra"] = "all"  # what replaces masked tokens in training: see MASKS
-    span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
     generator_layers: int = 4  # generator layers, of the same width; with 2 the demo aligns its languages too late
     n_layer: int = 4  # discriminator layers, not counting sparse ones
@@ -270,7 +270,7 @@ def score(model, batches, special, config: Config, context) -> dict:
     """
     special = torch.tensor([*special])
     counts, sums = Counter(), Counter()  # of this process, of all processes
-    for masking, first, batch in batches:
+    for masking, first, batch in progress(batches, "evaluating"):
         seed_all(config.seed, masking, first, 3)  # differs from all seeds of training, whose fourth number is 0
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
@@ -335,24 +335,23 @@ def train(config: Config, context) -> dict:
         data = open_data(config, context)
         # Evaluation always shows the mask, whatever --masks is. Without a capacity limit, scores do not depend on the
         # batch size, and larger batches are faster.
-        limited = math.isfinite(config.capacity_factor)
-        factor = 1 if limited else max(1, 4096 // config.micro_tokens)
+        factor = 1 if math.isfinite(config.capacity_factor) else max(1, 4096 // config.micro_tokens)
         eval_config = replace(config, masks="all", micro_tokens=factor * config.micro_tokens)
         held_out = open_data(eval_config, context)
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result
         model = build(config, data, context)
-        if not run.extra:
-            untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
-            run.extra["untrained"] = untrained["centred"]
-            model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         sizes = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
         parameters["without_generator"] = sum(sizes)  # the generator is not needed after pre-training
         size = "{total:,} parameters, {without_generator:,} without the generator".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs per step")
+        if not run.extra:
+            untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
+            run.extra["untrained"] = untrained["centred"]
+            model.train()
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
@@ -403,8 +402,7 @@ def train(config: Config, context) -> dict:
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     """Opens both corpora. Raises ValueError if their vocabularies differ."""
-    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
-    options["replace"] = MASKS[config.masks]
+    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "replace": MASKS[config.masks]}
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:
@@ -418,8 +416,7 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     seed_all(config.seed)
     model = context.place(NETWORKS[config.objective](config, data["pairs"].vocab_size))
     if config.frequency_bias:
-        generator = getattr(model, "generator", model)
-        generator.bias.data.copy_(data["sentences"].log_frequencies())
+        getattr(model, "generator", model).bias.data.copy_(data["sentences"].log_frequencies())
     return model
 
 

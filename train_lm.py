@@ -23,6 +23,7 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
 from data.batches import TokenData
+from data.files import progress
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
 from engine.files import differing, newest, read_json
@@ -183,7 +184,7 @@ def cells(result: dict) -> dict:
     row = {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "bits/byte": (test["bpb"], ".3f"),
-        "ours": (test["ppl"], ".2f"),
+        "perplexity": (test["ppl"], ".2f"),
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
     }
     for name, form in ROUTING.items():
@@ -203,7 +204,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     watches = [RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(2, dtype=torch.float64)  # cross entropy, tokens
     batches = data.eval_batches(split, max_tokens, context.rank, context.world)
-    for number, (x, y) in enumerate(batches):
+    for number, (x, y) in enumerate(progress(batches, "evaluating")):
         micro = context.rank + number * context.world
         seed_all(model.config.seed, 0, 1 + micro)  # for routers that sample
         x, y = context.send_all(x, y)

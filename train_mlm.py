@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from data.batches import MaskedData
+from data.files import progress
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
@@ -160,7 +161,7 @@ def cells(result: dict) -> dict:
     mean = partial(mean_over_layers, layers=result["valid"]["layers"])
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
-        "our perplexity": (result["valid"]["ppl"], ".2f"),
+        "perplexity": (result["valid"]["ppl"], ".2f"),
         "beats counting since step": (result.get("since_step"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
         "RC at first": (mean_over_layers("rc", result.get("first", [])), ".2f"),
@@ -186,7 +187,8 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     routing = [RoutingStats(moe) for moe in model.moe_layers]
     collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # per language, over its masked tokens
-    for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
+    batches = data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
+    for k, first, batch in progress(batches, "evaluating"):
         seed_all(config.seed, 0, 1 + k, first)  # for routers that sample
         for watch in collapse:  # RC and RF are measured on the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token

@@ -24,10 +24,10 @@ from typing import Literal
 
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
-from tqdm import tqdm
 
 from data.batches import TranslationData, source_batches
-from data.files import read_lines
+from data.ciphers import VISIBLE
+from data.files import progress, read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
@@ -179,8 +179,7 @@ def table3(base: Config) -> Table:
                 change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
-            labels = method, experts, language, numbers
-            rows.append((labels, change | {"data": data}))
+            rows.append(((method, experts, language, numbers), change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
     return Table(title, ("method", "experts", "language", "paper"), rows)
 
@@ -264,8 +263,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             parent, token = index // V, index % V
             ends = token == tokenizer.eos
-            ended = ends & (best > -math.inf)
-            for i, j in ended[:, :K].nonzero().tolist():
+            for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
                 ids = written[i, parent[i, j], 1:].tolist()
                 finished[searched[i]].append((value, ids))
@@ -302,9 +300,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     sources = [ids[number][:room] for number in nonempty]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
-    silent = context.rank > 0 or None
     translations = {}  # by number of the text
-    for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
+    for numbers, batch in progress(batches[context.rank :: context.world], "translating"):
         source, nonpad = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
@@ -467,7 +464,8 @@ def report(config: Config, result: dict) -> str:
             lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
     lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
     for name, source, reference, translation in unlimited["examples"]:
-        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {translation}")
+        sample = f"{name}: {source}\n  reference: {reference}\n  model:     {translation}"
+        lines.append(sample.translate(VISIBLE))
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, library, read_run, show
 from metrics.routing import mean_over_layers
 
-RELATIVE = {"ours", "no limit", "our perplexity", "RC", "RC at first"}  # differences are in %
+RELATIVE = {"perplexity", "no limit", "RC", "RC at first"}  # differences are in %
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Play:
     text: Texts = ()  # initial text; repeat the option for several
     port: int | None = None  # on 127.0.0.1; default: 8000, or any free port
     open: bool = True  # open the page in a browser
-    out: str | None = None  # write the page to this file, such as play.html, instead of serving it
+    out: str | None = None  # write the page to this file, such as play.html, for fixed texts, instead of serving it
 
 
 def play(options: Play, demos: Callable):

@@ -176,8 +176,8 @@ def lines_of(panel: Panel) -> dict[str, list]:
 # The runs that a figure shows
 
 SCRIPTS = {  # script -> a constant or a metric that only its runs have, the number to compare, and what that is
-    "train_lm": ("min_learning_rate", "ours", "test perplexity (lower is better)"),
-    "train_mlm": ("predicted", "our perplexity", "validation perplexity (lower is better)"),
+    "train_lm": ("min_learning_rate", "perplexity", "test perplexity (lower is better)"),
+    "train_mlm": ("predicted", "perplexity", "validation perplexity (lower is better)"),
     "train_mt": ("label_smoothing", "BLEU", "test BLEU (higher is better)"),
     "train_electra": ("objective", "masked tokens right", "held-out masked tokens right (higher is better)"),
     "finetune_xtreme": ("train_examples", "F1 or accuracy", "F1 or accuracy over languages (higher is better)"),

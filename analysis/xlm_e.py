@@ -257,7 +257,7 @@ def table3(sizes: dict) -> str:
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and one logit per token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
-    return markdown_table(["preset", "vocabulary", "paper", "ours"], rows)
+    return markdown_table(["preset", "vocabulary", "paper", "here"], rows)
 
 
 def table4(config) -> str:
@@ -272,4 +272,4 @@ def table4(config) -> str:
         ["XLM-E: a batch of sentences and one of pairs", "9.5e19", f"{2 * batch:.2e}"],
         ["XLM-E - TRTD: one batch", "6.3e19", f"{batch:.2e}"],
     ]
-    return markdown_table(["base", "paper", "ours"], rows)
+    return markdown_table(["base", "paper", "here"], rows)

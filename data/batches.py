@@ -100,8 +100,7 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
     if max_tokens is None:
         return np.arange(len(language))
     order = index_within(language).argsort(kind="stable")
-    enough = (lengths[order].cumsum() <= max_tokens).sum()
-    return order[: max(1, enough)]
+    return order[: max(1, (lengths[order].cumsum() <= max_tokens).sum())]
 
 
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
@@ -162,15 +161,14 @@ class MaskedData(Prepared):
     """
 
     exponent: float = 0.7  # of `probabilities`
-    mask_share: float = 0.15  # this and the next two: see Masking
+    mask_share: float = 0.15  # this and the next: see Masking
     replace: tuple[float, float] = (0.8, 0.1)
-    span: float | None = None
 
     kind = "languages"
 
     def __post_init__(self):
         super().__post_init__()
-        self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
+        self.masking = Masking(self.tokenizer, self.mask_share, self.replace)
 
     def draw_languages(self, rng, split, count: int) -> ndarray:
         shares = probabilities(self.streams[split][:, 1], self.streams["train"][:, 1], self.exponent)
@@ -232,8 +230,7 @@ class MaskedData(Prepared):
         for starts, sizes in zip(rows.starts, rows.sizes):
             drawn.append(np.zeros((DRAWS, 1)))  # for `<s>`, which is never masked
             for start, size in zip(starts, sizes):
-                rng = np.random.default_rng((EVALUATION, k, start))
-                drawn.append(rng.random((DRAWS, size)))
+                drawn.append(np.random.default_rng((EVALUATION, k, start)).random((DRAWS, size)))
         return np.concatenate(drawn, axis=1)
 
     def mask_rows(self, split, rows: Spans, random: ndarray, to_mask=None, width=0) -> Masked:
@@ -289,15 +286,13 @@ class PairData(MaskedData):
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
-            language = self.draw_languages(rng, split, count=256)
-            first, count = self.streams[split][language].T
+            first, count = self.streams[split][self.draw_languages(rng, split, count=256)].T
             drawn.append(self.pairs(split, first + rng.integers(count)))
             tokens += drawn[-1].lengths.sum()
         rows = Spans(*map(np.concatenate, zip(*drawn)))
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
-        order = rng.permutation(len(micros))[:POOL_MICROS]
-        return [rows.take(micros[index]) for index in order]
+        return [rows.take(micros[index]) for index in rng.permutation(len(micros))[:POOL_MICROS]]
 
     def all_rows(self, split) -> Spans:
         return self.pairs(split, np.arange(self.meta["splits"][split]["pairs"]))
@@ -358,8 +353,7 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
-            longest = self.pairs(split, numbers).sizes.max(axis=1)
-            fitting.append(numbers[longest <= self.block_size])
+            fitting.append(numbers[self.pairs(split, numbers).sizes.max(axis=1) <= self.block_size])
         counts = list(map(len, fitting))
         if not sum(counts) or (split == "train" and not min(counts)):
             pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
@@ -368,8 +362,7 @@ class TranslationData(Prepared):
 
     def batch(self, split, step, micro=0) -> Translation:
         """A micro-batch for training, of pairs of about equal length."""
-        micros_per_pass = len(self.order(split, 0))
-        number, index = divmod(step * self.micros_per_step + micro, micros_per_pass)
+        number, index = divmod(step * self.micros_per_step + micro, len(self.order(split, 0)))
         micros = self.order(split, number)
         # With an exponent, passes differ by a few micro-batches from the first one: skip or repeat those.
         return self.translation(split, micros[index % len(micros)])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import PairData
-from data.files import read_lines, read_sides
+from data.files import read_lines, read_sides, say
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> (sentence, English translation)
 Links = set[tuple[int, int]]  # (i, j): word i of the first sentence and word j of the second, from 0
@@ -65,18 +65,23 @@ def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
     """Language pair -> its aligned sentences.
 
     A line of de-en.src-tgt is `source ||| target`; the same line of de-en.gold has its links, such as `1-1 2p3`: i-j is
-    sure, ipj possible, from 1. Published sets have a few links past the end of a sentence; these are dropped.
+    sure, ipj possible, from 1, or from 0 if that fits better. Published sets have a few links to no word; these are
+    dropped.
     """
     sets = {}
     for path in sorted(folder.glob("*.src-tgt")):
-        sets[path.stem] = list(read_alignments(path, path.with_suffix(".gold")))
+        gold = path.with_suffix(".gold")
+        from_1, from_0 = (list(read_alignments(path, gold, first)) for first in (1, 0))
+        sets[path.stem] = max(from_1, from_0, key=lambda pairs: sum(len(pair.possible) for pair in pairs))
+        if sets[path.stem] is from_0:
+            say(f"{gold}: words are counted from 0")
     if not sets:
         raise FileNotFoundError(f"--source {folder} contains no file such as de-en.src-tgt with its de-en.gold")
     return sets
 
 
-def read_alignments(path: Path, gold: Path) -> Iterator[Aligned]:
-    """The sentence pairs in the lines of `path` with the links in the lines of `gold`."""
+def read_alignments(path: Path, gold: Path, first: int) -> Iterator[Aligned]:
+    """The sentence pairs in the lines of `path`, with the links in those of `gold`, which counts words from `first`."""
     texts, links = list(read_lines(path)), list(read_lines(gold))
     if len(texts) != len(links):
         raise ValueError(f"{path} has {len(texts):,} sentence pairs, but {gold.name} has {len(links):,} lines of links")
@@ -88,7 +93,7 @@ def read_alignments(path: Path, gold: Path) -> Iterator[Aligned]:
         for link in line.split():
             if not (match := re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)):
                 raise ValueError(f"{gold}, line {number}: {link} is not a link such as 1-1 or 2p3")
-            i, j = int(match[1]) - 1, int(match[3]) - 1
+            i, j = int(match[1]) - first, int(match[3]) - first
             if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):
                 aligned.possible.add((i, j))
                 if match[2] == "-":

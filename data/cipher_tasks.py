@@ -19,7 +19,7 @@ from itertools import starmap
 
 from data.ciphers import Pieces, encipher, learn_pieces, split_sentences
 from data.english import pydocs
-from data.files import PREPARED, Records
+from data.files import PREPARED, Records, say
 
 DEVELOPMENT = 8  # one in this many documents of valid is for development, the others are for training
 MOST = {"train": 4000, "valid": 400, "test": 1000}  # examples of a task
@@ -40,6 +40,7 @@ def read(task: str) -> Sets:
 
     folder = PREPARED / "ciphers-examples"
     if not folder.exists():
+        say(f"making the tasks in ciphers once, in {folder}")
         with suppress(FileExistsError), new_folder(folder) as new:  # another process may be faster
             for name, sets in make(pydocs()).items():
                 (new / f"{name}.json").write_text(json.dumps(sets))
@@ -141,8 +142,7 @@ def woven(one: Pieces, two: Pieces, rng) -> Pieces:
     mixture, texts = [], [one, two]
     rng.shuffle(texts)
     while len(mixture) < len(one):
-        end = len(mixture) + rng.randint(*BIT)
-        mixture += texts[0][len(mixture) : end]
+        mixture += texts[0][len(mixture) : len(mixture) + rng.randint(*BIT)]
         texts.reverse()
     return mixture[: len(one)]
 

@@ -37,6 +37,8 @@ for number, language in enumerate(LANGUAGES):
     first = 0xF0000 + number * PIECES
     ALPHABETS[language] = list(map(chr, range(first, first + PIECES)))
     random.Random(number).shuffle(ALPHABETS[language])
+# For printing, as no font has these characters: Latin letters with accents, the same 128 for each language.
+VISIBLE = {ord(character): 0x100 + ord(character) % PIECES for each in ALPHABETS.values() for character in each}
 
 
 def encipher(pieces: Iterable[int], language, backwards=False) -> str:
@@ -105,8 +107,7 @@ def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
 
 
 def split_sentences(text: str) -> list[str]:
-    words = text.encode("ascii", "ignore").decode().split()
-    return re.split(r"(?<=[.!?:;]) ", " ".join(words))
+    return re.split(r"(?<=[.!?:;]) ", " ".join(text.encode("ascii", "ignore").decode().split()))
 
 
 def size(document: Document) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from data import ciphers, files
 from data.english import pydocs
-from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
+from data.files import Records, one_of, progress, read_documents, read_lines, read_pairs, read_sides, split_of
 
 Texts = Iterable[tuple[str, ...]]  # rows without the split
 Groups = dict[str | None, Records]  # language or pair -> its rows; a corpus in one language has the single key None
@@ -51,10 +51,19 @@ def read(name: str, source: Path | None = None) -> Groups:
 # Splits
 
 
-def hashed(texts: Texts, valid: float, test: float) -> Records:
-    """Splits texts by a hash of the (second) text, given the shares of valid and test."""
+def hashed(texts: Texts, valid: float, test: float, side: int = 0, held_out: dict | None = None) -> Records:
+    """Splits texts, or pairs, by a hash of the text at index `side`, given the shares of valid and test.
+
+    held_out: the split of each text in valid or test, recorded here. A pair with a text of another split is left out.
+    """
+    held_out = {} if held_out is None else held_out
     for row in texts:
-        yield split_of(row[-1], valid, test), *row
+        split = split_of(row[side], valid, test)
+        if split != "train":
+            for text in row:
+                held_out.setdefault(text, split)
+        if all(held_out.get(text, split) == split for text in row):
+            yield split, *row
 
 
 def labelled(splits: dict[str, Texts]) -> Records:
@@ -64,10 +73,10 @@ def labelled(splits: dict[str, Texts]) -> Records:
             yield split, *row
 
 
-def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01) -> Records:
+def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01, **pairs) -> Records:
     """Splits texts by file names that contain train, valid or test. Without a train file, the other files are train.
 
-    Without a valid (or test) file, a hash splits off this share of the training texts.
+    Without a valid (or test) file, a hash splits off this share of the training texts; pairs: see `hashed`.
     """
     named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
@@ -78,7 +87,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01
     train = chain.from_iterable(named.pop("train", unnamed).values())
     held_out = {split: chain.from_iterable(named[split].values()) for split in ("valid", "test") if split in named}
     shares = [0.0 if split in named else share for split in ("valid", "test")]
-    return chain(labelled(held_out), hashed(train, *shares))
+    return chain(labelled(held_out), hashed(train, *shares, **pairs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,7 +96,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01
 
 def text(source: Path) -> Records:
     """Documents as in `read_documents`. Small texts hold out a larger share, about HELD_OUT bytes."""
-    contents = {path: zip(read_documents(path)) for path in files.text_files(source)}
+    contents = {path: zip(read_documents(path, source=source)) for path in files.text_files(source)}
     size = sum(path.stat().st_size for path in contents)
     return split_by_name(source, contents, share=max(0.01, min(0.1, HELD_OUT / max(1, size))))
 
@@ -97,34 +106,43 @@ def language_files(source: Path) -> Groups:
     contents = defaultdict(dict)  # language -> file -> its texts
     for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
         language = path.name.removeprefix("c4-").split(".")[0]
-        contents[language][path] = zip(read_documents(path))
-    return groups_of(source, contents, "LANGUAGE.txt, .jsonl or .parquet (plain, .gz or .xz)")
+        contents[language][path] = zip(read_documents(path, source=source))
+    if not contents:
+        raise FileNotFoundError(f"--source {source} contains no LANGUAGE.txt, .jsonl or .parquet (plain, .gz or .xz)")
+    return {language: split_by_name(source, texts) for language, texts in contents.items()}
 
 
 def bitext(source: Path) -> Groups:
-    """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work."""
-    contents = defaultdict(dict)  # pair -> file -> its pairs of texts
-    paths, seconds = files.source_files(source), set()
+    """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work.
+
+    The hash that chooses a split is of the English text, or else of the language whose code is last in the alphabet.
+    """
+    contents = defaultdict(dict)  # pair -> file -> itself, and the file of its second sides if that is another
+    paths, held_out = files.source_files(source), {}
     for path in paths:
         stem, _, ending = files.uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
         if ending == "tsv" and "-" in pair:
-            contents[pair][path] = read_pairs(path)
+            contents[pair][path] = [path]
         elif pair.startswith(f"{ending}-"):  # the first side
-            second = one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")
-            contents[pair][path] = read_pairs(path, second)
-            seconds.add(second)
-    used = seconds.union(*contents.values())
+            contents[pair][path] = [path, one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")]
+    used = set(chain.from_iterable(chain.from_iterable(each.values()) for each in contents.values()))
     unused = [path.name for path in paths if path not in used]
     files.say_skipped(source, "neither a side of a language pair nor a .tsv of pairs", *unused)
-    return groups_of(source, contents, "files such as de-en.de and de-en.en, or de-en.tsv (plain, .gz or .xz)")
-
-
-def groups_of(source: Path, contents: dict[str, dict[Path, Texts]], expected: str) -> Groups:
-    """The rows of each language or pair from its files. Raises FileNotFoundError if there are none."""
     if not contents:
-        raise FileNotFoundError(f"--source {source} contains no {expected}")
-    return {name: split_by_name(source, texts) for name, texts in contents.items()}
+        raise FileNotFoundError(f"--source {source} contains no files such as de-en.de and de-en.en, or de-en.tsv")
+
+    def groups() -> Groups:
+        opened = {}
+        for pair, sides in contents.items():
+            one, two = ((code == "en", code) for code in re.split("-.*-|-", pair))
+            texts = {path: read_pairs(*both) for path, both in sides.items()}
+            opened[pair] = split_by_name(source, texts, side=int(two > one), held_out=held_out)
+        return opened
+
+    for _ in progress(chain.from_iterable(groups().values()), "splitting"):
+        pass  # finds all held-out texts, before any pair is used
+    return groups()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

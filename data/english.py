@@ -15,9 +15,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from tqdm import tqdm
-
-from data.files import Records, split_of
+from data.files import Records, progress, split_of
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib"))}
 for name in ("numpy", "torch"):
@@ -32,7 +30,7 @@ def pydocs() -> Records:
     A repeated paragraph is kept only where it first appears.
     """
     seen, rows = set(), []
-    for name, paragraphs in tqdm(python_files(), desc="reading", disable=None):
+    for name, paragraphs in python_files():
         new = [text for text in dict.fromkeys(paragraphs) if text not in seen]
         seen.update(new)
         if new:
@@ -48,7 +46,7 @@ def python_files() -> Iterator[tuple[str, Iterator[str]]]:
             relative = path.relative_to(root)
             if SKIPPED.isdisjoint(relative.parts):
                 files[f"{package}/{relative.as_posix()}"] = path
-    for name, path in sorted(files.items()):
+    for name, path in progress(sorted(files.items()), "reading"):
         texts = []
         # no text if the file does not parse; the last two errors mean that its code is nested too deeply
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings(action="ignore"):

@@ -16,6 +16,8 @@ from functools import cache
 from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
 
+from tqdm import tqdm
+
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
 HEAD = 1000  # the number of lines at the start of a text file that decide what its documents are
@@ -124,11 +126,11 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
+def read_documents(path: Path, blocks: bool = False, source: Path | None = None) -> Iterator[str]:
     """The documents of a file: the rows of Parquet or JSON lines, the blocks or lines of plain text.
 
     The file name determines the format. In plain text, blocks between blank lines are documents if the blank lines are
-    regular or `blocks` is true; otherwise lines are.
+    regular or `blocks` is true; otherwise lines are: a message says which, of `source` (default: the file's folder).
     """
     name = uncompressed_name(path).lower()
     if UNREAD.search(name):
@@ -150,13 +152,18 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
                     raise ValueError(f"{path}, line {number}: not a JSON object with a string 'text'")
                 yield text
     elif blocks or are_blocks(head):
-        say(f"{path.parent}: every block between blank lines is a document")
+        say(f"{source or path.parent}: every block between blank lines is a document")
         for is_blank, block in groupby(lines, key=str.isspace):
             while not is_blank and (part := list(islice(block, LONGEST_BLOCK))):
                 yield "".join(part).strip()
     else:
-        say(f"{path.parent}: every line is a document")
+        say(f"{source or path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))
+
+
+def progress(steps: Iterable, words: str) -> tqdm:
+    """Iterates over the steps of a longer work, with a progress bar on rank 0's terminal."""
+    return tqdm(steps, words, leave=False, delay=1, disable=int(os.environ.get("RANK", 0)) > 0 or None)
 
 
 @cache

@@ -14,13 +14,12 @@ class Masking:
     """Chooses a share of the tokens of each part (a text in a batch) and hides them.
 
     Of a part's n tokens that are not special, n * share are chosen, rounded up or down at random so that the mean is
-    exact, and at least one if n > 0. With `span`, tokens are chosen in spans whose lengths follow a geometric
-    distribution with that mean. replace: the probabilities that a chosen token is replaced by the mask token and by a
-    random token; otherwise it stays unchanged.
+    exact, and at least one if n > 0. replace: the probabilities that a chosen token is replaced by the mask token and
+    by a random token; otherwise it stays unchanged.
     """
 
-    def __init__(self, tokenizer: XLMR, share: float, replace: tuple, span: float | None):
-        self.share, self.replace, self.span = share, replace, span
+    def __init__(self, tokenizer: XLMR, share: float, replace: tuple):
+        self.share, self.replace = share, replace
         self.mask = tokenizer.mask
         self.special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self.special[list(tokenizer.special)] = True
@@ -29,16 +28,10 @@ class Masking:
     def choose(self, ids: ndarray, part: ndarray, random: ndarray) -> ndarray:
         """(N,) bool: the chosen tokens, those with the lowest random ranks in their part.
 
-        With spans, a span begins at every token, and a token's rank is the lowest of the spans that cover it; the last
-        chosen span may be cut short.
-
         ids: (N,); part: (N,) the number of each token's part, ascending; random: (DRAWS, N) uniform in [0, 1).
         """
-        rank, length, rounding = random[:3]
+        rank, _, rounding = random[:3]  # without the second, masks would differ from those of published results
         maskable = ~self.special[ids]
-        if self.span is not None:
-            lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - 1 / self.span))  # geometric
-            rank = span_ranks(np.where(maskable, rank, np.inf), lengths, part)
         rank = np.where(maskable, rank, np.inf)
         n = np.bincount(part, maskable)  # maskable tokens of each part
         round_up = np.empty(len(n))
@@ -64,21 +57,10 @@ class Masking:
         By Bayes' rule, this factor multiplies the probability that the token is right. It is 1 for the mask token.
         """
         becomes_mask, becomes_random = self.replace
-        stays = 1 - becomes_mask - becomes_random
-        odds = 1 + len(self.ordinary) * stays / max(becomes_random, 1e-9)
+        odds = 1 + len(self.ordinary) * (1 - becomes_mask - becomes_random) / max(becomes_random, 1e-9)
         return torch.where(shown == self.mask, 1.0, odds).double()
 
 
 def index_within(part: ndarray) -> ndarray:
     """(N,) each entry's index within its part; part: (N,) the number of its part, ascending."""
     return np.arange(len(part)) - part.searchsorted(part)
-
-
-def span_ranks(rank: ndarray, lengths: ndarray, part: ndarray) -> ndarray:
-    """(N,) the lowest rank of the spans that cover each token; a span of lengths[i] tokens begins at token i."""
-    lowest = rank.copy()
-    for back in range(1, min(int(lengths.max()), len(rank))):
-        reaches = (part[:-back] == part[back:]) & (lengths[:-back] > back)
-        reaching = np.where(reaches, rank[:-back], np.inf)
-        lowest[back:] = np.minimum(lowest[back:], reaching)
-    return lowest

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from data import cipher_tasks, ciphers
 from data.corpora import HUB_SPLITS, network
-from data.files import named_split, read_lines, source_files, split_of, uncompressed_name
+from data.files import NO_TEXT, named_split, read_lines, source_files, split_of, uncompressed_name
 
 
 class Task(NamedTuple):
@@ -125,13 +125,16 @@ def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
     source: a folder; None: the hub, which gives only English unless the split is scored. An unusable file is skipped
     and named. Examples without a label are skipped, except in a test set that has no labels at all.
     """
-    sets, seen, notes = defaultdict(list), [], []
+    sets, seen, notes, unread = defaultdict(list), [], [], []
     if source:
         parts = files_of(task, split, source)
     else:
         languages = languages_of(task, split)
         parts = ((one, f"{task} from the hub, {split}, {one}", from_hub(task, split, one)) for one in languages)
     for language, where, parsed in parts:
+        if not language:
+            unread.append(where.name)
+            continue
         try:
             parsed = list(parsed)
         except ValueError as error:
@@ -152,6 +155,8 @@ def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
         problems += ["an example without its label" for example in examples if example.gold is None]
         notes += [f"{where}: {count:,} x {problem}" for problem, count in Counter(problems).most_common(5)]
         sets[language] += examples
+    if unread:
+        notes.append(f"{source}: skipped, a name has one language of {task} and its format: {', '.join(unread)}")
     for language, examples in sets.items():
         labelled = [example for example in examples if example.gold is not None]
         if labelled or split != TASKS[task].test:
@@ -159,13 +164,13 @@ def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
     return {language: examples for language, examples in sorted(sets.items()) if examples}, notes
 
 
-def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parsed]]:
+def files_of(task, split, source: Path) -> Iterator[tuple[str | None, Path, Parsed]]:
     """(language, file, its contents) for each file whose name has the split and the language, such as train-en.tsv or
-    test-context-de-question-de.json.
+    test-context-de-question-de.json. The language is None for other formats, and for files of several languages or of
+    none of the benchmark's.
 
     PAN-X as published, de/train, has the language in the folder's name. SQuAD's files have none. A file without a split
-    in its name belongs to the one that is scored. Other formats are skipped, and so are files of several languages or
-    of none of the benchmark's.
+    in its name belongs to the one that is scored.
     """
     spec, is_squad = TASKS[task], task in SQUAD
     if any((source / each.folder).is_dir() for each in TASKS.values() if each.folder):  # XTREME's folder of all tasks
@@ -174,12 +179,12 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parse
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         file_split = named_split(Path(name.stem)) or (spec.test if name.suffix else None)
-        if file_split != split or name.suffix not in endings:
+        if file_split != split or NO_TEXT.search(name.name):
             continue
         languages = set(map(LANGUAGES.get, re.split(r"[._-]", name.stem))) - {None}
         languages = languages or {LANGUAGES.get(path.parent.name, "en" if is_squad else None)}
-        if len(languages) == 1 and languages.issubset(spec.languages.split()):
-            yield min(languages), path, reader(path, spec.labels)
+        is_read = name.suffix in endings and len(languages) == 1 and languages.issubset(spec.languages.split())
+        yield languages.pop() if is_read else None, path, reader(path, spec.labels)
 
 
 def languages_of(task, split) -> list[str]:
@@ -190,12 +195,19 @@ def languages_of(task, split) -> list[str]:
 def read_tags(path: Path, labels: tuple) -> Parsed:
     """Sentences separated by blank lines, as `word TAB tag` lines, as words alone, or in CoNLL-U's ten columns.
 
+    In a file without a TAB, spaces may separate the columns, the word first and the tag last, as in CoNLL-2003.
+
     CoNLL-U's empty nodes and multiword tokens are skipped, as are malformed lines, and sentences in which every word is
     `_`, because the treebank may not publish them. An unknown tag is kept, and no prediction can equal it.
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    for is_blank, block in groupby(read_lines(path), key=str.isspace):
+    lines = [*read_lines(path)]
+    rows = [*map(str.split, lines)]
+    tagged = sum(len(row) > 1 and row[-1] in labels for row in rows)
+    if 2 * tagged > sum(map(bool, rows)) and "\t" not in "".join(lines):
+        lines = ["\t".join(row[:1] + row[1:][-1:]) or "\n" for row in rows]
+    for is_blank, block in groupby(lines, key=str.isspace):
         if is_blank:
             continue
         words, tags = [], []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.batches import pad_rows
+from data.files import progress
 from data.tokenizers import XLMR
 from data.xtreme import Example
 
@@ -31,7 +32,7 @@ def rows_of(kind, examples: list[Example], tokenizer: XLMR, T, stride, labels: l
     """The examples as rows of at most T tokens. Unknown and missing labels become UNKNOWN."""
     numbers = {label: number for number, label in enumerate(labels)}
     rows = []
-    for number, example in enumerate(examples):
+    for number, example in enumerate(progress(examples, "tokenizing")):
         if kind == "answer":
             rows += answer_rows(number, example, tokenizer, T, stride)
         elif kind == "tags":
@@ -85,8 +86,7 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
 def label_row(number: int, texts, target, tokenizer, T) -> Row:
     """`<s> one </s> </s> two </s>`. If that is too long, the longer sentence is truncated."""
     texts = tokenizer.encode_batch(list(texts))
-    room = T - 2 * len(texts)
-    while sum(map(len, texts)) > room:
+    while sum(map(len, texts)) > T - 2 * len(texts):
         max(texts, key=len).pop()
     ids = [tokenizer.bos]
     for text in texts:

@@ -57,7 +57,6 @@ for low, high, names in (
     (0, 0.9999, "dropout label_smoothing"),
     (0, 0.999999, "beta2"),
     (1e-6, 1, "mask_share"),
-    (1.0001, 1e9, "span"),
     (-10, 10, "length_penalty"),
     (1e-20, 1e9, "sample_temperature"),
     (1e-9, math.inf, "capacity eval_capacity capacity_factor"),

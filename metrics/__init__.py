@@ -14,5 +14,4 @@ def in_perplexity(loss: float) -> str:
 
 def bits_per_byte(loss: float, counts: dict) -> float:
     """From nats per token, comparable across tokenizers; counts: the `tokens` and `bytes` of the text."""
-    nats = loss * counts["tokens"] / counts["bytes"]
-    return nats / math.log(2)
+    return loss * counts["tokens"] / counts["bytes"] / math.log(2)

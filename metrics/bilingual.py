@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batches import Masked, PairData
+from data.files import progress
 from metrics import crosslingual
 from model import Encoder, MaskedLM
 
@@ -25,7 +26,8 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     for half in (0, 1):
         both_shown = pairs.eval_batches(*args, masked=(half,))
         one_shown = pairs.eval_batches(*args, masked=(half,), shown=(half,))
-        for (_, first, both), (_, _, one) in zip(both_shown, one_shown):
+        batches = progress(zip(both_shown, one_shown), "translations")
+        for (_, first, both), (_, _, one) in batches:
             local[first] += torch.cat([correct_by_row(model, batch, context) for batch in (both, one)])
     for counts in context.gather(local):
         total.update(counts)
@@ -64,7 +66,7 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     # The cipher languages share their held-out sentences: cache a language's vectors.
     vectors_of = lru_cache(maxsize=4)(partial(crosslingual.sentence_vectors, encoder, pairs.tokenizer, **options))
     scores = []
-    for language in pairs.languages[context.rank :: context.world]:
+    for language in progress(pairs.languages[context.rank :: context.world], "retrieval"):
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]

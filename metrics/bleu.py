@@ -8,6 +8,8 @@ from statistics import fmean
 from metrics.counting import large, looked_up, remembered
 
 Scores = dict[str, float]  # metric -> percent
+# Codes of ISO 639-2 and 639-3 -> of 639-1, for the languages that sacrebleu tokenizes in their own way.
+CODES = dict.fromkeys("zho chi cmn yue wuu nan hak lzh".split(), "zh") | {"jpn": "ja", "kor": "ko"}
 
 
 def score_translations(translations: list, references: list, language: str) -> dict:
@@ -17,9 +19,9 @@ def score_translations(translations: list, references: list, language: str) -> d
     """
     from sacrebleu import BLEU, CHRF  # not above: nothing else needs it
 
-    code, *_ = re.split("[-_]", language)  # zh_Hans -> zh
+    code, *_ = re.split("[-_]", language.lower())  # zho_Hans -> zho
     try:
-        bleu = BLEU(trg_lang=code)
+        bleu = BLEU(trg_lang=CODES.get(code, code))
     except RuntimeError as error:
         raise ImportError(f"BLEU for {language!r} needs another package: {error}") from error
     scores = {}

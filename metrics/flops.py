@@ -14,8 +14,7 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
     """`total`, and `active`: those that one token uses at full capacity."""
     total = active = numel(model)
     for moe in model.moe_layers:
-        idle = 1 - served_rows(moe) / moe.router.E
-        active -= numel(moe.experts) * idle
+        active -= numel(moe.experts) * (1 - served_rows(moe) / moe.router.E)
     return {"total": total, "active": active}
 
 
@@ -27,8 +26,7 @@ def served_rows(moe: nn.Module) -> float:
 
 def row_flops(moe: nn.Module) -> float:
     """Forward FLOPs per token of one expert."""
-    sizes = [p.numel() for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
-    return 2 * sum(sizes) / moe.router.E
+    return 2 * sum(p.numel() for p in moe.experts.parameters() if p.dim() == 3) / moe.router.E  # (E, F, D) each
 
 
 def moe_flops(moe: nn.Module) -> float:

@@ -7,6 +7,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
+from data.files import progress
 from model import kept_rows
 
 
@@ -30,8 +31,7 @@ class RoutingStats:
         """h (S, D); kept (S, E) bool."""
         self.rows += torch.stack([routing.wanted.sum(dim=0), kept.sum(dim=0)]).cpu()
         entropy = torch.special.entr(routing.probs.detach())
-        unserved = ~kept.any(dim=1)
-        sums = {"tokens": len(kept), "unserved": unserved.sum(), "entropy": entropy.sum()}
+        sums = {"tokens": len(kept), "unserved": (~kept.any(dim=1)).sum(), "entropy": entropy.sum()}
         if hasattr(moe.experts, "activations"):  # experts that are single FFNs
             rows = kept_rows(kept, kept)
             a = moe.experts.activations(h.index_select(0, rows.token), rows)
@@ -104,20 +104,18 @@ def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list
     count, wanted = torch.zeros(V), torch.zeros(V)
 
     def watch(moe, h, routing, kept):
-        experts = routing.wanted.sum(dim=1).to(wanted)
         count.add_(torch.bincount(ids, minlength=V))
-        wanted.index_add_(0, ids, experts)
+        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).to(wanted))
 
     model.eval()
     moe.watchers.append(watch)
-    for batch in batches:
+    for batch in progress(batches, "choices of tokens"):
         ids = batch.flatten()
         with context.autocast():
             model(*context.send_all(batch))
     moe.watchers.remove(watch)
     frequent = (count >= occurs).nonzero().squeeze(1)
-    mean = wanted[frequent] / count[frequent]
-    order = frequent[mean.argsort(stable=True)].tolist()
+    order = frequent[(wanted[frequent] / count[frequent]).argsort(stable=True)].tolist()
     return order[:8], order[::-1][:8]
 
 
@@ -147,17 +145,14 @@ class Collapse:
         self.count += torch.bincount(chosen, minlength=len(self.count))
         self.total.index_add_(0, chosen, h)
         self.outer.addmm_(h.t(), h)
-        end = self.place + len(chosen)
-        self.chosen[self.place : end] = chosen.int().cpu()
+        self.chosen[self.place : self.place + len(chosen)] = chosen.int().cpu()
 
     def finish(self, before: Tensor | None, reduce=torch.clone) -> dict:
         """Stops watching -> rc, and rf: the share of tokens whose expert differs from `before` (tokens,), or None."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
-        sums = map(reduce, (self.count, self.total, self.outer))
-        rc = representation_collapse(*sums)
         rf = None if before is None else float((before != self.chosen).double().mean())
-        return {"rc": rc, "rf": rf}
+        return {"rc": representation_collapse(*map(reduce, (self.count, self.total, self.outer))), "rf": rf}
 
 
 def count_choices(moe: nn.Module, counts: Tensor):
@@ -186,7 +181,6 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     within = outer / n - (share * mean.t()) @ mean  # (D, D)
     if not within.isfinite().all():
         return math.nan
-    centred = mean - share @ mean
-    between = share.sqrt().unsqueeze(1) * centred  # (K, D), R; Sigma_B = R^T R
+    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D), R; Sigma_B = R^T R
     inverse = torch.linalg.pinv(between, rtol=1e-9)  # (D, K); pinv(Sigma_B) = pinv(R) pinv(R)^T
     return float((inverse * (within @ inverse)).sum())

@@ -51,8 +51,7 @@ def gap(languages: dict[str, Scores]) -> Scores:
 
 def f1(one: Collection, two: Collection) -> float:
     """F1 of two bags of words or of entities; 0 if they share none, even if both are empty, as in SQuAD's script."""
-    shared = Counter(one) & Counter(two)
-    return 2 * shared.total() / max(1, len(one) + len(two))
+    return 2 * (Counter(one) & Counter(two)).total() / max(1, len(one) + len(two))
 
 
 def entities(sentences: list[list[str]]) -> set[tuple]:

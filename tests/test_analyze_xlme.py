@@ -214,6 +214,17 @@ def test_gold_alignments_count_words_from_1(gold):
     assert pair == (["dog", "cat"], ["Katze", "Hund"], {(0, 1), (1, 0)}, {(0, 1), (1, 0), (1, 1)})
 
 
+def test_gold_alignments_counted_from_0_are_recognized(gold, capsys):
+    """Also with a link past the end. Words counted from 1, with links to 0 for no word, are in the test above."""
+    expected = bitext_sets.word_alignments(gold)
+    assert not capsys.readouterr().err
+    write(gold / "de-en.gold", ["0-0 1p1 2-2 3-3", "0-0 0p1", ""])
+    write(gold / "en-ro.gold", ["0-1 1-0 1p1 2-0"])
+    assert bitext_sets.word_alignments(gold) == expected
+    lines = [f"{gold / name}.gold: words are counted from 0" for name in ("de-en", "en-ro")]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
 def test_alignment_equals_a_loop_over_pieces(folders):
     """For sentences that fit into one row together, only separately, or not at all."""
     rng, pairs = np.random.default_rng(0), []

@@ -19,7 +19,7 @@ from data import batches, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
 from data.folder import Spans
-from data.masking import DRAWS, Masking, span_ranks
+from data.masking import DRAWS, Masking
 from data.prepare import prepare
 from metrics import counting
 
@@ -613,9 +613,9 @@ SPECIAL = (0, 1, 2, 3, MASK)
 TOKENIZER = SimpleNamespace(special=SPECIAL, mask=MASK, vocab_size=V)
 
 
-def mask(ids: np.ndarray, share, replace=(1.0, 0.0), span=None, seed=0) -> tuple:
+def mask(ids: np.ndarray, share, replace=(1.0, 0.0), seed=0) -> tuple:
     """The ids (B, T) after masking, and which were chosen; every row is a part."""
-    masking = Masking(TOKENIZER, share, replace, span)
+    masking = Masking(TOKENIZER, share, replace)
     random = np.random.default_rng(seed).random((DRAWS, ids.size))
     chosen = masking.choose(ids.flatten(), np.arange(ids.size) // ids.shape[1], random)
     return masking.hide(ids.flatten(), chosen, random).reshape(ids.shape), chosen.reshape(ids.shape)
@@ -665,27 +665,3 @@ def test_at_least_one_token_is_chosen_if_any_is_maskable():
         assert chosen[2].sum() in (1, 2)
         assert ((hidden == MASK) == chosen).all()
     assert (mask(ids, 1.0)[1] == (ids == 7)).all()
-
-
-def test_spans_have_geometric_lengths_and_keep_to_the_share():
-    ids = np.full((400, 1000), 9)
-    ids[:, ::100] = 2
-    _, chosen = mask(ids, 0.02, span=3.0)
-    count = chosen.sum(axis=1)
-    assert not chosen[:, ::100].any()
-    assert set(count) <= {19, 20}  # 990 * 0.02 = 19.8
-    assert within((count == 20).sum(), 400, 0.8)
-    runs = Counter()
-    for row in chosen:
-        runs.update(map(len, "".join(" x"[one] for one in row.astype(int)).split()))
-    # Spans rarely touch. n tokens are 1 + (n - 1) / 3 spans on average, and the last one is cut.
-    mean = chosen.sum() / runs.total()
-    assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
-    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06)
-    assert max(runs) > 8
-
-
-def test_a_span_ends_with_its_part():
-    lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])
-    ranks = span_ranks(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part)
-    assert ranks.tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]

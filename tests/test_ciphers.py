@@ -48,6 +48,14 @@ def test_alphabets_are_disjoint_and_differently_ordered():
     assert all(sum(map(int.__eq__, one, two)) < 10 for one, two in combinations(orders, 2))
 
 
+def test_ciphers_are_shown_in_letters_that_fonts_have():
+    for alphabet in ciphers.ALPHABETS.values():
+        shown = "".join(alphabet).translate(ciphers.VISIBLE)
+        assert len(set(shown)) == ciphers.PIECES
+        assert shown.isalpha() and "\u0100" <= min(shown) <= max(shown) < "\u0180"
+    assert "replay the work".translate(ciphers.VISIBLE) == "replay the work"
+
+
 def test_each_language_has_its_own_documents_and_characters(english):
     rows = ciphers.by_language(english)
     assert list(rows) == list(ciphers.LANGUAGES)

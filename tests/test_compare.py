@@ -142,7 +142,7 @@ def test_any_number_of_the_table_or_of_the_routing_can_be_compared(experiments, 
     assert "A - B by seed: 0: +0.5, 1: +1, 2: +0\nserved: no significant difference, +0.5 (" in out
     assert [row[3] for row in kept["table"]] == ["FLOPs, served", "7e+05", "", ""]
     error = refused(monkeypatch, capsys, "compare", *experiments, "--number", "speed")
-    assert "there is no number 'speed': choose from params, M, bits/byte, ours, no limit, " in error
+    assert "there is no number 'speed': choose from params, M, bits/byte, perplexity, no limit, " in error
 
 
 def test_a_single_pair_of_seeds_decides_nothing(experiments, draw, capsys):
@@ -241,6 +241,6 @@ def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, 
     assert f"\n{MEASURE}: " in out
     assert len([record for record in kept["records"] if "seed" in record]) == 2
     result = from_json((Path(folders[0]) / "result.json").read_text())
-    assert kept["records"][0][MEASURE] == number_of("ours", result, train_lm.cells)
+    assert kept["records"][0][MEASURE] == number_of("perplexity", result, train_lm.cells)
     [line] = command(weight_decay=0.5, seeds=2)
     assert shlex.split(line)[-1] == folders[1]

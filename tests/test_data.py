@@ -402,7 +402,7 @@ def test_the_command_prints_token_counts_or_one_error(tmp_path, model, paragraph
     write_files(tmp_path, {"mine.txt": "\n\n".join(paragraphs)})
     out, prepare_text = tmp_path / "out", ("-m", "data.prepare", "text")
     done = command(*prepare_text, "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
-    assert done.stderr == f"{tmp_path}: every block between blank lines is a document\n"
+    assert done.stderr == f"{tmp_path / 'mine.txt'}: every block between blank lines is a document\n"
     counts = [f"{meta_of(out)['splits'][split]['tokens']:,}" for split in SPLITS]
     assert done.stdout == f"{out}: {' / '.join(counts)} tokens (train / valid / test)\n"
     done = command(*prepare_text, "--source", tmp_path / "absent")
@@ -705,12 +705,53 @@ def test_pairs_are_decoded_unchanged(spm, tmp_path, capsys):
     for name in texts:
         expected = {split: [] for split in SPLITS}
         for pair in texts[name]:
-            expected[split_of(pair[1], valid=0.01, test=0.01)].append(pair)
+            english = pair[name.split("-").index("en")]
+            expected[split_of(english, valid=0.01, test=0.01)].append(pair)
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
         decoded = [pair for name in texts for pair in pairs_of(folder, split, name)]
         assert held_out_of(folder, split) == decoded
+
+
+MULTIPARALLEL = {  # names of the pairs -> the language of each whose text chooses the split
+    ("de-en", "fr-en"): ("en", "en"),
+    ("en-de", "en-fr"): ("en", "en"),
+    ("en-de", "fr-en", "de-fr"): ("en", "en", "fr"),
+    ("fr-de", "it-fr"): ("fr", "it"),
+    ("de-fr", "fr-it"): ("fr", "it"),
+    ("en-zh-Hans",): ("en",),
+    ("zh-Hans-en", "en-de"): ("en", "en"),
+}
+
+
+@pytest.mark.parametrize("names", MULTIPARALLEL, ids=" ".join)
+def test_no_text_is_in_two_splits_whatever_the_names(names, tmp_path, capsys):
+    """Some texts have two translations, and English has fewer different texts than the others."""
+    spoken = {code: [f"{code} {i}" for i in range(4000)] for code in ("de", "fr", "it", "zh")}
+    spoken["en"] = [f"en {i // 2}" for i in range(4000)]
+    for name in names:
+        codes = name.replace("-Hans", "").split("-")
+        rows = [*zip(*map(spoken.get, codes)), *zip(spoken[codes[0]], reversed(spoken[codes[1]]))]
+        write_files(tmp_path, {f"{name}.tsv": "".join(f"{one}\t{two}\n" for one, two in rows)})
+    groups, splits = corpora.bitext(tmp_path), {}
+    for name, chooser in zip(names, MULTIPARALLEL[names]):
+        counts = Counter()
+        for split, *texts in groups[name]:
+            counts[split] += 1
+            [key] = [text for text in texts if text.startswith(chooser)]
+            assert split == split_of(key, valid=0.01, test=0.01)
+            for text in texts:
+                splits.setdefault(text, set()).add(split)
+        assert counts["train"] > 7000 and min(counts.values()) > 20
+    assert all(len(each) == 1 for each in splits.values())
+
+
+def test_named_splits_are_kept_as_published(tmp_path):
+    """Here a training pair repeats a text of the test set."""
+    files = {f"de-en.{split}.tsv": f"a\t{split}\nJa.\tYes.\n" for split in SPLITS}
+    rows = list(corpora.bitext(write_files(tmp_path, files))["de-en"])
+    assert sorted(rows) == sorted((split, *row) for split in SPLITS for row in (("a", split), ("Ja.", "Yes.")))
 
 
 def test_pairs_of_the_hub_keep_its_splits(spm, hub, tmp_path):

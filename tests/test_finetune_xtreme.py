@@ -615,6 +615,24 @@ def test_the_average_follows_the_tasks_of_an_encoder(number, averages):
     assert finetune_xtreme.table("6", finetune_xtreme.Config()).average is None
 
 
+@pytest.mark.parametrize("change", [{}, {"table": "xlme2", "seeds": 2}], ids=["run", "table"])
+def test_a_missing_encoder_is_refused_before_any_work(change, tmp_path, monkeypatch, capsys):
+    """In the table, only the last row's encoder of the last seed is missing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune_xtreme, "read_examples", lambda *_: pytest.fail("reads the examples"))
+    missing = "out/train_electra/demo"
+    if change:
+        for _, row in TABLES["xlme2"](Config()).rows:
+            for seed in range(2):
+                path = Path(row["model"])
+                path.with_name(path.name.replace("demo", "demo-seed=1") if seed else path.name).mkdir(
+                    exist_ok=True, parents=True
+                )
+        missing = "out/train_electra/demo-seed=1"
+        Path(missing).rmdir()
+    assert f"{missing} does not exist" in XTREME.refused(change, monkeypatch, capsys)
+
+
 def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys):
     for name in ("model", "task", "learning_rate", "batch_size", "micro_size", "epochs"):
         del options[name]

@@ -1,6 +1,8 @@
 """metrics/: routing statistics, RC, transport and word alignment against loops, and by hand."""
 
+import io
 import math
+import time
 
 import pytest
 import reference
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flops import small
 
+from data.files import progress
 from engine.device import Context
 from metrics import bits_per_byte, crosslingual, perplexity
 from metrics.routing import RoutingStats, describe_routing, mean_over_layers, representation_collapse
@@ -33,6 +36,23 @@ def test_perplexity_and_bits_per_byte_by_hand():
     assert math.isfinite(perplexity(1e9))
     counts = {"tokens": 10, "bytes": 15, "words": 4}
     assert bits_per_byte(3 * math.log(2), counts) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("rank, terminal", [(0, True), (1, True), (0, False)])
+def test_only_the_terminal_of_rank_0_shows_a_bar(rank, terminal, monkeypatch):
+    """It is shown if the measurement takes more than a second, and removed at the end."""
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("RANK", str(rank))
+    for step in progress(range(3), "evaluating"):
+        time.sleep(1.2 if step == 0 else 0)
+    shown = "evaluating:  33%" in stream.getvalue()
+    assert shown == (rank == 0 and terminal)
+    assert not stream.getvalue().split("\r")[-1].strip()
+    stream.truncate(stream.seek(0))
+    list(progress(range(3), "evaluating"))
+    assert "evaluating" not in stream.getvalue()
 
 
 def test_the_middle_layer_and_means_over_layers():

@@ -19,7 +19,7 @@ from tools import claims, render
 
 RESULTS = render.RESULTS
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
-TABLE = "`python train_lm.py --table 1 --seeds 3` <!-- method | ours as here | unserved -->\n\n"
+TABLE = "`python train_lm.py --table 1 --seeds 3` <!-- method | perplexity as here | unserved -->\n\n"
 NOT_A_RESULT = "is not a SCRIPT/RUN/result.json as today's scripts write it"
 
 
@@ -170,7 +170,7 @@ def test_filling_a_page_twice_changes_nothing(three_seeds):
 
 def test_an_unknown_column_is_refused(three_seeds):
     with pytest.raises(ValueError, match="no such row or column; there are method, experts, paper, OWT"):
-        render.fill(TABLE.replace("ours", "theirs"), three_seeds)
+        render.fill(TABLE.replace("perplexity", "theirs"), three_seeds)
 
 
 def test_a_result_with_other_constants_than_its_command_is_refused(three_seeds):
@@ -235,7 +235,7 @@ def test_an_evaluation_is_added_under_the_name_its_table_looks_for(three_seeds):
     assert line_of(three_seeds / "train_lm.jsonl", name)["test"]["ppl"] == 8.0
     claims.results_of.cache_clear()
     config = train_lm.Config(eval_only=True, eval_threshold=0.9, eval_capacity=0.5)
-    assert render.cells_of(three_seeds, config, train_lm)["ours"][0] == 8.0
+    assert render.cells_of(three_seeds, config, train_lm)["perplexity"][0] == 8.0
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_centred_translations_can_be_compared_in_any_layer(tmp_path, retrieval):
 )
 def test_a_claims_verdict_follows_from_its_pairs_and_is_defined_in_the_page(tmp_path, monkeypatch, verdicts, verdict):
     monkeypatch.setattr(claims, "effect", lambda folder, pair: pair | {"words": "", "differ": []})
-    pairs = [{"verdict": each, "number": "ours"} for each in verdicts]
+    pairs = [{"verdict": each, "number": "perplexity"} for each in verdicts]
     write_json(tmp_path / "claims.json", [{"verdict": "not measured here", "pairs": pairs}])
     [claim] = claims.claims(tmp_path)
     assert claim["verdict"] == verdict

@@ -229,7 +229,7 @@ ROWS = {
     "XLM": XLM,
     "MLM": XLM | {"tlm": False},
     "X-MoE discriminator": {"router": "hypersphere", **EXPERTS},
-    "threshold discriminator, spans": {"router": "threshold", "span": 3.0, **EXPERTS},
+    "threshold discriminator": {"router": "threshold", **EXPERTS},
 }
 
 
@@ -335,9 +335,9 @@ def test_the_report_says_since_when_translations_help(options, monkeypatch, caps
 @pytest.mark.parametrize("masks, share", {"all": (1, 0), "bert": (0.8, 0.1), "electra": (0.85, 0)}.items())
 def test_masks_apply_to_training_only(masks, share, options, monkeypatch):
     """Evaluation shows the mask in place of every masked token; the other constants of masking apply to both."""
-    options |= {"masks": masks, "steps": 1, "span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3}
+    options |= {"masks": masks, "steps": 1, "mask_share": 0.25, "sampling_exponent": 0.3}
     for corpus in opened(options)[2].values():
-        assert (corpus.replace, corpus.span, corpus.mask_share, corpus.exponent) == (share, 3.0, 0.25, 0.3)
+        assert (corpus.replace, corpus.mask_share, corpus.exponent) == (share, 0.25, 0.3)
     in_training, in_evaluation, work = set(), set(), []
 
     def batch(corpus, *where, old=PairData.batch):

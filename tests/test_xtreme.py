@@ -101,8 +101,45 @@ READ = [  # task, split, files, language -> texts and gold of its examples, note
 def test_files_are_read_and_their_problems_counted(task, split, files, examples, notes, tmp_path):
     sets, lines = read(task, split, write_files(tmp_path, files))
     assert {language: [example[1:] for example in each] for language, each in sets.items()} == examples
+    lines = [line for line in lines if ": skipped, " not in line]  # see the next tests
     assert "; ".join(line.split(": ", 1)[1] for line in lines) == notes
     assert {line.split(": ")[0] for line in lines} <= {str(tmp_path / name) for name in files}
+
+
+UNREAD = {  # task, split -> files that cannot be read, beside some that can or that belong to another split
+    ("pos", "test"): "test-pl.tsv sv_talbanken-ud-test.tsv my-test-fr.tsv test-de.txt de_gsd-ud-test.jsonl",
+    ("pos", "train"): "sv_talbanken-ud-train.conllu.gz train-en.csv",
+    ("ner", "test"): "test-de.zip test-sv",
+    ("xnli", "test"): "xnli.test.tsv xnli.test.jsonl",
+    ("xnli", "valid"): "xnli.dev.tsv",
+    ("xquad", "test"): "xquad.ro.json",
+    ("mlqa", "test"): "test-context-de-question-en.json",
+    ("tydiqa", "train"): "tydiqa-goldp-v1.1-train.json",
+}
+
+
+@pytest.mark.parametrize("task, split", UNREAD)
+def test_files_that_are_not_read_are_named(task, split, tmp_path):
+    names = UNREAD[task, split].split()
+    write_files(tmp_path, dict.fromkeys(names, "word\tX\n") | {"LICENSE": "", "README.md": "", ".test-pl.tsv": ""})
+    _, [note] = read(task, split, tmp_path)
+    reason = f"a name has one language of {task} and its format"
+    assert note == f"{tmp_path}: skipped, {reason}: {', '.join(sorted(names))}"
+
+
+SPACED = {  # text of a file without a TAB -> words and tags
+    "Eva B-PER\nran  O\n\nO O\n": [(("Eva", "ran"), ["B-PER", "O"]), (("O",), ["O"])],
+    "Eva NNP I-NP B-PER\r\nran VBD I-VP O\r\n": [(("Eva", "ran"), ["B-PER", "O"])],  # CoNLL-2003
+    "Eva B-PER\nran\n\nO O\n": [(("Eva", "ran"), ["B-PER", ""]), (("O",), ["O"])],
+    "Eva B-DATE\nran O\nhome O\n": [(("Eva", "ran", "home"), ["B-DATE", "O", "O"])],
+    "Zwei Worte\nEva\nO\n": [(("Zwei Worte", "Eva", "O"), None)],  # words alone
+}
+
+
+@pytest.mark.parametrize("text", SPACED)
+def test_spaces_may_separate_words_from_tags(text, tmp_path):
+    sets, _ = read("ner", "test", write_files(tmp_path, {"test-de.tsv": text}))
+    assert [example[1:] for example in sets["de"]] == SPACED[text]
 
 
 def test_a_file_with_the_examples_of_another_is_skipped(tmp_path):
@@ -133,7 +170,8 @@ NAMES = [  # task, split, published file name, and its language, None if it is n
 def test_published_file_names_say_split_and_language(tmp_path, task, split, name, language):
     sets, notes = read(task, split, write_files(tmp_path, {name: squad(QUESTION)}))
     expected = {language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {}
-    assert (sets, notes) == (expected, [])
+    assert sets == expected
+    assert language is None or not notes
 
 
 ONE = squad(("a", "b", [("b", 0)]))
