@@ -136,9 +136,11 @@ def network(resource: str):
     """Turns any failure of a download into an OSError of one line."""
     try:
         yield
+    except ModuleNotFoundError:
+        raise
     except Exception as error:  # datasets raises a dozen kinds of errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        hint = "pip install datasets and check the network, or pass a local copy with --source"
+        hint = "check the network, or pass a local copy with --source"
         raise OSError(f"cannot read {resource} ({reason}): {hint}") from error
 
 

@@ -7,6 +7,7 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 """
 
 import math
+import re
 import shutil
 import sys
 import textwrap
@@ -25,10 +26,11 @@ Weights = dict[str, Tensor]  # by their names in model.py
 
 
 class SavedModel(NamedTuple):
-    kind: str  # the class that was trained, a key of pretrained.MODELS
+    kind: str  # the class that was trained, or the kind of fine-tuning; a key of pretrained.MODELS
     constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
     vocabulary: str  # checksum of its tokenizer; "" if unknown
+    labels: tuple[str, ...] = ()  # of fine-tuning
 
 
 def short(error: Exception) -> str:
@@ -139,7 +141,9 @@ def read(folder: Path) -> SavedModel:
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}
-        weights = {name.removeprefix("model."): x for name, x in read_tensors(folder).items()}
+        net = "" if kind == "GPT" else "encoder."
+        tensors = {name.removeprefix("model.").removeprefix("lm_head."): x for name, x in read_tensors(folder).items()}
+        weights = {re.sub("^net[.]", net, name): x for name, x in tensors.items()}
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
@@ -167,13 +171,8 @@ def read_tensors(folder: Path) -> Weights:
 
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
-CLASSES = {  # SavedModel.kind -> {transformers' auto class: class of hf_model.py}; the first is the trained model
-    "GPT": {"AutoModelForCausalLM": "NanoXMoEForCausalLM"},
-    "MaskedLM": {"AutoModelForMaskedLM": "NanoXMoEForMaskedLM"},
-    "Electra": {"AutoModelForTokenClassification": "NanoXMoEForTokenClassification"},
-}
-for encoder in ("MaskedLM", "Electra"):
-    CLASSES[encoder] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
+FINE_TUNED = {"tags": "TokenClassification", "label": "SequenceClassification", "answer": "QuestionAnswering"}
+TRAINED = {"GPT": "CausalLM", "MaskedLM": "MaskedLM", "Electra": "TokenClassification"} | FINE_TUNED
 CARD = """# {name}
 
 Trained with nanoXMoE. If the run is finished, result.json has its configuration and its scores.
@@ -185,7 +184,7 @@ key-value cache: each new token recomputes the whole context.
 from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 ```
 """
 MAX_FLOAT = sys.float_info.max  # JSON has no infinity
@@ -197,8 +196,8 @@ def export(saved: SavedModel, run: Path, folder: Path):
 
     from engine import hf_tokenizer
 
-    if saved.kind not in CLASSES:
-        raise ValueError(f"{run} holds a {saved.kind}: pass a run of train_lm.py, train_mlm.py or train_electra.py")
+    if saved.kind not in TRAINED:
+        raise ValueError(f"{run} holds a {saved.kind}: pass a run of another script than train_mt.py")
     if ":" in saved.constants["router"]:
         raise ValueError(f"{run} has a router from a file: append its class to routers.py, train again, then export")
     if folder.exists() and any(folder.iterdir()):
@@ -210,7 +209,7 @@ def export(saved: SavedModel, run: Path, folder: Path):
     for name, source in CODE.items():
         code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    files["README.md"] = CARD.format(name=run.name, auto=next(iter(CLASSES[saved.kind])))
+    files["README.md"] = CARD.format(name=run.name, auto=f"AutoModelFor{TRAINED[saved.kind]}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # like the other files
@@ -225,12 +224,14 @@ def export(saved: SavedModel, run: Path, folder: Path):
 def convert(saved: SavedModel) -> tuple[dict, Weights]:
     """The config.json and the tensors of a model of hf_model.py."""
     constants = {name: MAX_FLOAT if x == math.inf else x for name, x in saved.constants.items()}
-    weights, classes = dict(saved.weights), CLASSES[saved.kind]
+    weights, labels, decoder = dict(saved.weights), saved.labels, saved.kind == "GPT"
+    heads = [TRAINED[saved.kind], *([] if decoder else FINE_TUNED.values())]
+    classes = {f"AutoModelFor{head}": f"hf_model.NanoXMoEFor{head}" for head in heads}
     config = {
         "model_type": "nanoxmoe",
         "trained": saved.kind,
-        "architectures": [*classes.values()][:1],
-        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig"},
+        "architectures": [f"NanoXMoEFor{heads[0]}"],
+        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", "AutoModel": "hf_model.NanoXMoEModel"} | classes,
         "dtype": "float32",
         "use_cache": False,
         "vocab_size": constants.pop("vocab_size"),
@@ -240,14 +241,24 @@ def convert(saved: SavedModel) -> tuple[dict, Weights]:
         "num_attention_heads": constants["n_head"],
         "constants": constants,
     }
-    config["auto_map"] |= {auto: f"hf_model.{name}" for auto, name in classes.items()}
     if saved.kind == "Electra":
-        config["id2label"] = {0: "original", 1: "replaced"}
+        labels = "original", "replaced"
+        config["architectures"] = ["NanoXMoEDiscriminatorForTokenClassification"]
+        config["auto_map"]["AutoModelForTokenClassification"] = "hf_model.NanoXMoEDiscriminatorForTokenClassification"
         for name in ("out.weight", "out.bias"):  # softmax([0, logit]) is [1 - sigmoid(logit), sigmoid(logit)]
-            weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]])
+            logit = weights.pop(name)
+            weights[f"tags_{name}"] = torch.cat([torch.zeros_like(logit), logit])
+    if labels:
+        config["id2label"] = dict(enumerate(labels))
+        config["label2id"] = {label: i for i, label in enumerate(labels)}
     tensors = {}
     for name, x in weights.items():
+        if name == "bias":
+            name = "lm_head.bias"
+        elif decoder or name.startswith("encoder."):
+            name = f"model.net.{name.removeprefix('encoder.')}"
+        elif saved.kind in FINE_TUNED:
+            name = f"{saved.kind}_{name}"
         if not name.startswith("generator."):  # needed for training alone
-            in_body = saved.kind == "GPT" or name.startswith("encoder.")
-            tensors["model." * in_body + name] = x.contiguous()
+            tensors[name] = x.contiguous()
     return config, tensors

@@ -16,13 +16,15 @@ from types import SimpleNamespace
 from torch import nn
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
+from data.xtreme import TASKS
 from engine import hugging_face
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
-from engine.hugging_face import DEFAULTS, LAYOUTS, SIZES, SavedModel, Weights, short
+from engine.hugging_face import DEFAULTS, FINE_TUNED, LAYOUTS, SIZES, SavedModel, Weights, short
 from model import GPT, Encoder, Translator
 
-MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained -> loaded class
+MODELS = {"GPT": GPT, "Translator": Translator}  # SavedModel.kind -> loaded class
+MODELS |= dict.fromkeys(("MaskedLM", "Electra", *FINE_TUNED), Encoder)
 PIECES = "sentencepiece.bpe.model"  # XLM-R's tokenizer
 
 
@@ -30,13 +32,18 @@ def read(folder: Path) -> SavedModel:
     """Reads a run, or a model in Hugging Face's format. Raises OSError or ValueError if there is no intact one."""
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: train it first, or pass another folder")
+    if (folder / "dict.txt").exists():
+        advice = "pass one in Hugging Face's, such as huggingface.co/FacebookAI/xlm-roberta-base"
+        raise ValueError(f"{folder} has a model in fairseq's format: {advice}")
     if not is_run(folder):
         return hugging_face.read(folder)
     _, state = newest(folder, WEIGHTS)
-    if state["class"] not in MODELS:
+    task = TASKS.get(state["identity"].get("task"))  # of fine-tuning
+    kind, labels = (task.kind, task.labels) if task else (state["class"], ())
+    if kind not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of another kind of model")
     constants = DEFAULTS | state["constants"] | {"vocab_size": state["vocab_size"]}
-    return SavedModel(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
+    return SavedModel(kind, constants, state["model"], state["identity"]["tokenizer_checksum"], labels)
 
 
 def is_run(folder: Path) -> bool:

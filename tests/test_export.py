@@ -68,7 +68,7 @@ def exported(request, tmp_path_factory):
 
 def load(folder, auto: str, **options):
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **options)
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
 def our_logits(model, ids):
