@@ -142,8 +142,8 @@ def read(folder: Path) -> SavedModel:
     if config.get("model_type") == "nanoxmoe":
         kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}
         net = "" if kind == "GPT" else "encoder."
-        tensors = {name.removeprefix("model.").removeprefix("lm_head."): x for name, x in read_tensors(folder).items()}
-        weights = {re.sub("^net[.]", net, name): x for name, x in tensors.items()}
+        tensors = read_tensors(folder).items()
+        weights = {re.sub(r"^(model\.)?net\.", net, name).removeprefix("lm_head."): x for name, x in tensors}
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
@@ -224,14 +224,13 @@ def export(saved: SavedModel, run: Path, folder: Path):
 def convert(saved: SavedModel) -> tuple[dict, Weights]:
     """The config.json and the tensors of a model of hf_model.py."""
     constants = {name: MAX_FLOAT if x == math.inf else x for name, x in saved.constants.items()}
-    weights, labels, decoder = dict(saved.weights), saved.labels, saved.kind == "GPT"
-    heads = [TRAINED[saved.kind], *([] if decoder else FINE_TUNED.values())]
-    classes = {f"AutoModelFor{head}": f"hf_model.NanoXMoEFor{head}" for head in heads}
+    weights, decoder, trained = dict(saved.weights), saved.kind == "GPT", TRAINED[saved.kind]
+    heads = [trained] if decoder else [trained, *FINE_TUNED.values()]
     config = {
         "model_type": "nanoxmoe",
         "trained": saved.kind,
-        "architectures": [f"NanoXMoEFor{heads[0]}"],
-        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", "AutoModel": "hf_model.NanoXMoEModel"} | classes,
+        "architectures": [f"NanoXMoEFor{trained}"],
+        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", "AutoModel": "hf_model.NanoXMoEModel"},
         "dtype": "float32",
         "use_cache": False,
         "vocab_size": constants.pop("vocab_size"),
@@ -241,16 +240,14 @@ def convert(saved: SavedModel) -> tuple[dict, Weights]:
         "num_attention_heads": constants["n_head"],
         "constants": constants,
     }
+    config["auto_map"] |= {f"AutoModelFor{head}": f"hf_model.NanoXMoEFor{head}" for head in heads}
+    if saved.labels:
+        config["id2label"] = dict(enumerate(saved.labels))
     if saved.kind == "Electra":
-        labels = "original", "replaced"
-        config["architectures"] = ["NanoXMoEDiscriminatorForTokenClassification"]
-        config["auto_map"]["AutoModelForTokenClassification"] = "hf_model.NanoXMoEDiscriminatorForTokenClassification"
+        config["id2label"] = {0: "original", 1: "replaced"}
         for name in ("out.weight", "out.bias"):  # softmax([0, logit]) is [1 - sigmoid(logit), sigmoid(logit)]
             logit = weights.pop(name)
             weights[f"tags_{name}"] = torch.cat([torch.zeros_like(logit), logit])
-    if labels:
-        config["id2label"] = dict(enumerate(labels))
-        config["label2id"] = {label: i for i, label in enumerate(labels)}
     tensors = {}
     for name, x in weights.items():
         if name == "bias":

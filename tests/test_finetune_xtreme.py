@@ -325,13 +325,33 @@ def test_other_examples_or_encoders_make_a_separate_run(options, source, encoder
     for encoder, more in (("hypersphere", ""), ("switch", ""), ("hypersphere", "one\ttwo\tneutral\n")):
         options["model"].unlink(missing_ok=True)
         options["model"].symlink_to(encoders[encoder])
-        with open(options["source"] / "xnli" / "test-de.tsv", "a") as file:
+        with open(options["source"] / "xnli" / "dev-en.tsv", "a") as file:
             file.write(more)
         capsys.readouterr()
         XTREME.run(options, monkeypatch)
         is_other = bool(more) or encoder == "switch"
         assert ("differs in data_checksum" in capsys.readouterr().out) == is_other
     assert len([*options["out_dir"].glob("*/result.json")]) == 3
+
+
+def test_other_test_examples_are_scored_without_training(options, source, tmp_path, monkeypatch, capsys):
+    options |= {"source": shutil.copytree(source, tmp_path / "source")}
+    XTREME.run(options, monkeypatch)
+    first, weights = result_of(options["out_dir"]), saved(options, "model.pt")["model"]
+    write_files(options["source"] / "xnli", {"test-fr.tsv": label_lines(drawn(6, 2), "de")})
+    capsys.readouterr()
+    XTREME.run(options, monkeypatch)
+    printed, second = capsys.readouterr(), result_of(options["out_dir"])
+    assert "scores other test examples, without training" in printed.out
+    assert not re.search(r"^step \d+: train", printed.out, re.M)
+    assert second["languages"] == first["languages"] | {"fr": first["languages"]["de"]}
+    assert [second[name] for name in ("valid", "step", "config")] == [
+        first[name] for name in ("valid", "step", "config")
+    ]
+    assert sorted(predictions(options["out_dir"])) == [f"xnli/test-{language}.tsv" for language in ("de", "en", "fr")]
+    torch.testing.assert_close(saved(options, "model.pt")["model"], weights, rtol=0, atol=0)
+    XTREME.run(options, monkeypatch)
+    assert "without training" not in capsys.readouterr().out
 
 
 def test_two_processes_resume_with_the_loads_that_one_would_count(options, tmp_path, monkeypatch):
