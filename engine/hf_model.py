@@ -35,7 +35,7 @@ class Model(PreTrainedModel):
 
     def _set_gradient_checkpointing(self, enable=True, **ignored):
         net = self.base_model.net
-        if enable and not self.is_gradient_checkpointing:
+        if enable and not vars(net).get("gradient_checkpointing"):
             net.recompute_layers()
         for layer in () if enable else net.modules():
             vars(layer).pop("forward", None)
@@ -87,9 +87,11 @@ class NanoXMoEModel(Model):
             nonpad = mask.gather(1, order).flatten().nonzero().squeeze(1)
         h, _ = getattr(self.net, "hidden", self.net)(input_ids, nonpad, states)
         states = [*(states or [])[: self.config.num_hidden_layers], h]
-        if mask is not None:  # 0 at padding: a decoder must not predict from a state that has read the whole row
+        if mask is not None:
             inverse = order.argsort(dim=1).unsqueeze(2).expand_as(h)
-            states = [x.gather(1, inverse) * mask.unsqueeze(2) for x in states]
+            states = [x.gather(1, inverse) for x in states]
+            if self.config.trained == "GPT":  # padding has read its whole row, so nothing may be predicted from it
+                states[-1] = states[-1] * mask.unsqueeze(2)
         return BaseModelOutput(states[-1], hidden_states=tuple(states) if requested else None)
 
 
