@@ -383,7 +383,7 @@ def train(config: Config, context) -> dict:
         epoch = data.steps_per_epoch
         steps = config.epochs * epoch
         run = Run(config, PRESETS, context, data, total=steps, every=epoch)
-        tested = checksum(examples.test).hexdigest()
+        tested = hashlib.sha256(repr(examples.test).encode("utf-8", "surrogatepass")).hexdigest()
         if run.result.get("tested") == tested:
             return run.result
         if run.result:
@@ -447,10 +447,6 @@ def train(config: Config, context) -> dict:
     return run.finish(score_languages(run, model, examples, config, context) | facts)
 
 
-def checksum(examples):
-    return hashlib.sha256(repr(examples).encode("utf-8", "surrogatepass"))
-
-
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
@@ -470,10 +466,11 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
     if not rows:
         raise ValueError(f"no training example of {config.task} has a known label")
-    start = checksum(examples.valid)  # other weights or other examples to train on make a separate run
+    # Other weights, training or development examples make a separate run.
+    checksum = hashlib.sha256(repr(examples.valid).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
-        start.update(x.flatten().view(torch.uint8).numpy())
-    data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start.hexdigest())
+        checksum.update(x.flatten().view(torch.uint8).numpy())
+    data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, checksum.hexdigest())
     return examples, model, data
 
 

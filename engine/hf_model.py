@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -11,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput, QuestionAnsweringMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
-from .model import GPT, Encoder, SparseModel
+from .model import GPT, Encoder
 from .routers import Hash
 
 # Trainer's label smoothing shifts the labels of the classes listed here.
@@ -28,13 +27,13 @@ class NanoXMoEConfig(PretrainedConfig):
 
 class Model(PreTrainedModel):
     config_class = NanoXMoEConfig
-    base_model_prefix = "model"
+    base_model_prefix = "body"
     supports_gradient_checkpointing = _supports_sdpa = True
     _no_split_modules = ["Block", "EncoderLayer", "MoE"]
-    _input_embed_layer = "wte"  # transformers looks up this attribute of `model` or `embeddings`
+    _input_embed_layer = "wte"  # of `model`
 
     def _set_gradient_checkpointing(self, enable=True, **ignored):
-        net = self.base_model.net
+        net = self.base_model.model
         if enable and not vars(net).get("gradient_checkpointing"):
             net.recompute_layers()
         for layer in () if enable else net.modules():
@@ -50,29 +49,17 @@ class Model(PreTrainedModel):
         return embeddings
 
 
-def visible(attention_mask) -> torch.Tensor | None:
-    """(B, T), 0 for padding -> bool, None if there is no padding. A row of padding alone counts as text."""
-    if attention_mask is None or attention_mask.all():
-        return None
-    mask = attention_mask.bool()
-    return mask | ~mask.any(dim=1, keepdim=True)
-
-
 class NanoXMoEModel(Model):
     """An encoder or decoder without a head, and without a capacity limit, so that no token depends on other rows."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         kind = GPT if config.trained == "GPT" else Encoder
-        self.net = kind(SimpleNamespace(**config.constants), config.vocab_size)
-        self.net.bias = None  # lm_head has it
-        for moe in self.net.moe_layers:
+        self.model = kind(SimpleNamespace(**config.constants), config.vocab_size)
+        self.model.bias = None  # lm_head has it
+        for moe in self.model.moe_layers:
             moe.capacity_factor = moe.eval_capacity_factor = math.inf
         self.post_init()
-
-    @property
-    def embeddings(self) -> SparseModel:
-        return self.net
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, output_hidden_states=None, **options):
@@ -80,12 +67,15 @@ class NanoXMoEModel(Model):
             if options.get(name) is not None and options[name] is not False:
                 raise ValueError(f"nanoXMoE does not support {name}: leave it out, and pass input_ids")
         requested = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        mask, nonpad, states = visible(attention_mask), None, [] if requested else None
-        if mask is not None:  # move padding to the end of its row, where no token of a decoder attends to it
+        mask, nonpad, states = None, None, [] if requested else None
+        if attention_mask is not None and not attention_mask.all():
+            mask = attention_mask.bool()
+            mask = mask | ~mask.any(dim=1, keepdim=True)  # a row of padding alone counts as text
+            # Move padding to the end of its row, where no token of a decoder attends to it.
             order = mask.int().argsort(dim=1, descending=True, stable=True)
             input_ids = input_ids.gather(1, order)
             nonpad = mask.gather(1, order).flatten().nonzero().squeeze(1)
-        h, _ = getattr(self.net, "hidden", self.net)(input_ids, nonpad, states)
+        h, _ = getattr(self.model, "hidden", self.model)(input_ids, nonpad, states)
         states = [*(states or [])[: self.config.num_hidden_layers], h]
         if mask is not None:
             inverse = order.argsort(dim=1).unsqueeze(2).expand_as(h)
@@ -100,13 +90,13 @@ class WithHead(Model):
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
-        self.model, self.dropout = NanoXMoEModel(config), nn.Dropout(config.constants["dropout"])
+        self.body, self.dropout = NanoXMoEModel(config), nn.Dropout(config.constants["dropout"])
         self.add_layers(config, config.hidden_size)
         self.post_init()
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, output_hidden_states=None, **options):
-        body = self.model(input_ids, attention_mask, output_hidden_states, return_dict=True, **options)
+        body = self.body(input_ids, attention_mask, output_hidden_states, return_dict=True, **options)
         logits, loss = self.logits(body.last_hidden_state), None
         if labels is not None:  # transformers' loss for this class name; for a decoder it shifts the labels
             sizes = {"vocab_size": self.config.vocab_size, "config": self.config, "pooled_logits": logits}
@@ -117,7 +107,7 @@ class WithHead(Model):
 class NanoXMoEForCausalLM(WithHead, GenerationMixin):
     """A decoder without a key-value cache: each new token recomputes the whole context."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.net.wte.weight"}
+    _tied_weights_keys = {"lm_head.weight": "body.model.wte.weight"}
 
     def add_layers(self, config, D):
         self.lm_head = nn.Linear(D, config.vocab_size, bias=config.constants["frequency_bias"])
@@ -137,7 +127,7 @@ class NanoXMoEForCausalLM(WithHead, GenerationMixin):
 
 
 class NanoXMoEForMaskedLM(WithHead):
-    _tied_weights_keys = {"lm_head.weight": "model.net.wte.weight"}
+    _tied_weights_keys = {"lm_head.weight": "body.model.wte.weight"}
 
     def add_layers(self, config, D):
         self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)

@@ -8,8 +8,6 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 
 import math
 import re
-import shutil
-import sys
 import textwrap
 from itertools import product
 from pathlib import Path
@@ -141,9 +139,9 @@ def read(folder: Path) -> SavedModel:
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}
-        net = "" if kind == "GPT" else "encoder."
-        tensors = read_tensors(folder).items()
-        weights = {re.sub(r"^(model\.)?net\.", net, name).removeprefix("lm_head."): x for name, x in tensors}
+        part, tensors = "" if kind == "GPT" else "encoder.", read_tensors(folder).items()
+        names = {name: re.sub(r"^(body\.)?model\.(encoder\.)?", part, name) for name, _ in tensors}
+        weights = {names[name].removeprefix("lm_head."): x for name, x in tensors}
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
@@ -175,10 +173,9 @@ FINE_TUNED = {"tags": "TokenClassification", "label": "SequenceClassification", 
 TRAINED = {"GPT": "CausalLM", "MaskedLM": "MaskedLM", "Electra": "TokenClassification"} | FINE_TUNED
 CARD = """# {name}
 
-Trained with nanoXMoE. If the run is finished, result.json has its configuration and its scores.
-
-Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its batch. Generation has no
-key-value cache: each new token recomputes the whole context.
+Trained with nanoXMoE. Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its
+batch. Generation has no key-value cache: each new token recomputes the whole context. Before you smooth labels with
+Trainer, set tokenizer.padding_side = "right".
 
 ```python
 from transformers import {auto}, AutoTokenizer
@@ -187,7 +184,6 @@ model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 ```
 """
-MAX_FLOAT = sys.float_info.max  # JSON has no infinity
 
 
 def export(saved: SavedModel, run: Path, folder: Path):
@@ -216,14 +212,12 @@ def export(saved: SavedModel, run: Path, folder: Path):
     for name, content in files.items():
         write(folder / name, content)
     tokenizer.save(folder)  # for pretrained.load
-    if (run / "result.json").exists():
-        shutil.copy(run / "result.json", folder)
     print(f"{folder} has the model, its tokenizer and a README.md that shows how to load them")
 
 
 def convert(saved: SavedModel) -> tuple[dict, Weights]:
     """The config.json and the tensors of a model of hf_model.py."""
-    constants = {name: MAX_FLOAT if x == math.inf else x for name, x in saved.constants.items()}
+    constants = {name: 1e300 if x == math.inf else x for name, x in saved.constants.items()}  # JSON has no infinity
     weights, decoder, trained = dict(saved.weights), saved.kind == "GPT", TRAINED[saved.kind]
     heads = [trained] if decoder else [trained, *FINE_TUNED.values()]
     config = {
@@ -253,7 +247,7 @@ def convert(saved: SavedModel) -> tuple[dict, Weights]:
         if name == "bias":
             name = "lm_head.bias"
         elif decoder or name.startswith("encoder."):
-            name = f"model.net.{name.removeprefix('encoder.')}"
+            name = f"body.model.{name.removeprefix('encoder.')}"
         elif saved.kind in FINE_TUNED:
             name = f"{saved.kind}_{name}"
         if not name.startswith("generator."):  # needed for training alone
