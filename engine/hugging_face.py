@@ -9,6 +9,7 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 import math
 import re
 import textwrap
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -156,13 +157,11 @@ def weight_files(folder: Path) -> list[Path]:
 def read_tensors(folder: Path) -> Weights:
     tensors = {}
     for file in weight_files(folder):
+        load = partial(torch.load, map_location="cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file as load
         try:
-            if file.suffix == ".bin":
-                tensors |= torch.load(file, "cpu", weights_only=True)
-            else:
-                from safetensors.torch import load_file
-
-                tensors |= load_file(file)
+            tensors |= load(file)
         except Exception as error:  # damaged files raise many kinds of errors
             raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return tensors
@@ -235,10 +234,10 @@ def convert(saved: SavedModel) -> tuple[dict, Weights]:
         "constants": constants,
     }
     config["auto_map"] |= {f"AutoModelFor{head}": f"hf_model.NanoXMoEFor{head}" for head in heads}
-    if saved.labels:
-        config["id2label"] = dict(enumerate(saved.labels))
+    labels = ("original", "replaced") if saved.kind == "Electra" else saved.labels
+    if labels:
+        config |= {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     if saved.kind == "Electra":
-        config["id2label"] = {0: "original", 1: "replaced"}
         for name in ("out.weight", "out.bias"):  # softmax([0, logit]) is [1 - sigmoid(logit), sigmoid(logit)]
             logit = weights.pop(name)
             weights[f"tags_{name}"] = torch.cat([torch.zeros_like(logit), logit])
