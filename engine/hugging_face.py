@@ -136,7 +136,7 @@ DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None} 
 def read(folder: Path) -> SavedModel:
     """Reads GPT-2, XLM-R or an exported run."""
     if not weight_files(folder):
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has no weights")
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model with a model.safetensors")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}

@@ -4,8 +4,8 @@
     model, tokenizer = load("/models/xlm-roberta-base")   a folder that you downloaded: nothing is downloaded here
     python -m engine.pretrained export RUN FOLDER         exports a run for transformers; `load` reads it, too
 
-`load` returns a GPT for a run of train_lm.py, an Encoder without its head for train_mlm.py and train_electra.py (the
-discriminator's encoder), and a Translator for train_mt.py.
+`load` returns a GPT for a run of train_lm.py, a Translator for train_mt.py, and for the other scripts an Encoder
+without its head (of train_electra.py the discriminator's).
 """
 
 import sys
