@@ -442,7 +442,7 @@ def train(config: Config, context) -> dict:
 
     best = run.extra["best"]
     model.load_state_dict(best["model"])
-    run.save_model("model.pt", model, best["step"])
+    run.save_model("model.pt", model, best["step"], kind=model.kind, labels=model.labels)  # for pretrained.read
     facts = {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist(), "tested": tested}
     return run.finish(score_languages(run, model, examples, config, context) | facts)
 

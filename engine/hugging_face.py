@@ -9,6 +9,7 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 import math
 import re
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,7 @@ class SavedModel(NamedTuple):
     constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
     vocabulary: str  # checksum of its tokenizer; "" if unknown
-    labels: tuple[str, ...] = ()  # of fine-tuning
+    labels: Sequence[str] = ()  # of fine-tuning
 
 
 def short(error: Exception) -> str:

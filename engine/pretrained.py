@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from torch import nn
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from data.xtreme import TASKS
 from engine import hugging_face
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
@@ -33,17 +32,15 @@ def read(folder: Path) -> SavedModel:
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: train it first, or pass another folder")
     if (folder / "dict.txt").exists():
-        advice = "pass one in Hugging Face's, such as huggingface.co/FacebookAI/xlm-roberta-base"
-        raise ValueError(f"{folder} has a model in fairseq's format: {advice}")
+        raise ValueError(f"{folder} has a model in fairseq's format: pass one in Hugging Face's (xlm-roberta-base)")
     if not is_run(folder):
         return hugging_face.read(folder)
     _, state = newest(folder, WEIGHTS)
-    task = TASKS.get(state["identity"].get("task"))  # of fine-tuning
-    kind, labels = (task.kind, task.labels) if task else (state["class"], ())
+    kind = state.get("kind", state["class"])
     if kind not in MODELS:
-        raise ValueError(f"{folder} holds checkpoints of another kind of model")
+        raise ValueError(f"{folder} holds checkpoints of another kind of model, or of unfinished fine-tuning")
     constants = DEFAULTS | state["constants"] | {"vocab_size": state["vocab_size"]}
-    return SavedModel(kind, constants, state["model"], state["identity"]["tokenizer_checksum"], labels)
+    return SavedModel(kind, constants, state["model"], state["identity"]["tokenizer_checksum"], state.get("labels", ()))
 
 
 def is_run(folder: Path) -> bool:
