@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,13 @@ def gradients(side, padding, checkpointing=False):
     model = side.main().train()
     if checkpointing:
         model.activation_checkpointing_enable()
+        model.activation_checkpointing_disable()
+        model.activation_checkpointing_enable()
+    calls = Counter()
+    for norm in [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]:
+        norm.register_forward_hook(lambda module, *rest: calls.update([module]))
     model(**labelled(batch_of(side, padding))).loss.backward()
+    assert max(calls.values()) == 1 + checkpointing
     return model.get_input_embeddings().weight.grad
 
 
