@@ -11,7 +11,7 @@
 The checkpoint with the best English development score is scored in every language, next to two trivial baselines. A
 run and its predictions are in out/finetune_xtreme/NAME: files such as udpos/test-de.tsv and xquad/test-de.json, in the
 format of XTREME's evaluate.py and leaderboard, also for test sets without labels. The same command resumes a stopped
-run. `--help` lists every constant.
+run, and if only test sets have changed, predicts them without training. `--help` lists every constant.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, sub
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
+from engine.files import newest
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, seeds_of, start, table_of
@@ -381,8 +382,13 @@ def train(config: Config, context) -> dict:
         epoch = data.steps_per_epoch
         steps = config.epochs * epoch
         run = Run(config, PRESETS, context, data, total=steps, every=epoch)
-        if run.result:
+        tested = hashlib.sha256(repr(examples.test).encode("utf-8", "surrogatepass")).hexdigest()
+        if run.result.get("tested") == tested:
             return run.result
+        if run.result:
+            context.say(f"{run.name}: scores other test examples, without training")
+            run.checkpoint_name, run.checkpoint = newest(run.folder)
+            run.extra = run.checkpoint.get("extra", {})
         model = context.place(model)
         if config.frozen:  # routers and experts (X-MoE 3.3)
             for moe in model.moe_layers:
@@ -434,8 +440,8 @@ def train(config: Config, context) -> dict:
 
     best = run.extra["best"]
     model.load_state_dict(best["model"])
-    run.save_model("model.pt", model, best["step"], labels=model.labels)
-    facts = {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist()}
+    run.save_model("model.pt", model, best["step"], kind=model.kind, labels=model.labels)  # for pretrained.read
+    facts = {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist(), "tested": tested}
     return run.finish(score_languages(run, model, examples, config, context) | facts)
 
 
@@ -458,8 +464,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
     if not rows:
         raise ValueError(f"no training example of {config.task} has a known label")
-    # Other weights or other examples make a separate run.
-    checksum = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
+    # Other weights, training or development examples make a separate run.
+    checksum = hashlib.sha256(repr(examples.valid).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         checksum.update(x.flatten().view(torch.uint8).numpy())
     data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, checksum.hexdigest())

@@ -378,7 +378,7 @@ class SparseModel(nn.Module):
         for moe, after in zip(self.moes, self.moe_after):
             if after == depth:
                 y, router_loss = moe(x, ids, nonpad)
-                x, total = x + y, total + router_loss
+                x, total = x + y.to(x.dtype), total + router_loss
         return x, total
 
     @contextmanager
@@ -565,7 +565,8 @@ class Block(nn.Module):
             y, router_loss = self.ffn(h, ids, nonpad)
         else:
             y = self.ffn(h)
-        return x + self.dropout(y), router_loss, keys_values  # tokens that no expert kept pass on the residual stream
+        x = x + self.dropout(y).to(x.dtype)  # a token that no expert kept passes on the residual stream
+        return x, router_loss, keys_values
 
 
 def sparse_blocks(config, layers: int) -> list[bool]:

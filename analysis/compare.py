@@ -8,7 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 from types import ModuleType
 
-from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, library, read_run, show
+from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, read_run, show
 from metrics.routing import mean_over_layers
 
 RELATIVE = {"perplexity", "no limit", "RC", "RC at first"}  # differences are in %
@@ -49,10 +49,12 @@ def paired(ours: dict, other: dict, scale: Callable) -> dict:
 
 def interval(differences: Iterable[float]) -> tuple[float, float, float, float]:
     """-> the mean of two or more differences, the ends of its 95% t-interval, and p for a mean of 0."""
-    stats, differences = library("scipy.stats", "scipy"), [*differences]
+    from scipy.stats import ttest_1samp
+
+    differences = [*differences]
     if len({*differences}) == 1:  # no variance
         return *differences[:1] * 3, float(differences[0] == 0)
-    test = stats.ttest_1samp(differences, 0)
+    test = ttest_1samp(differences, 0)
     return fmean(differences), *test.confidence_interval(), test.pvalue
 
 

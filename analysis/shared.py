@@ -4,7 +4,6 @@ A figure is a function of its options and of what analyze.py passes from a train
 docstring the command's help, and the docstring's first line the title. It shows records: dicts with the same keys.
 """
 
-import importlib
 import math
 import shlex
 import sys
@@ -112,21 +111,14 @@ def save(figure: Callable, options, drawing, numbers: dict):
 
 def canvas(panels: int, width=5.5, height=4.5):
     """An empty figure with this many axes of width x height inches, at most three in a row."""
-    Figure = library("matplotlib.figure", "matplotlib").Figure
+    from matplotlib.figure import Figure  # not above: only figures need it
+
     columns = min(panels, 3)
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     for number in range(1, panels + 1):
         figure.add_subplot(rows, columns, number)
     return figure
-
-
-def library(name: str, package: str):
-    """Imports a module that only figures need."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(f"this figure needs {package}: pip install {package}") from None
 
 
 def draw(panels: list[Panel]):

@@ -27,7 +27,7 @@ def umap(options: Umap):
     (X-MoE). Its colour is its expert. In the paper, each of X-MoE's experts has a cluster, while SMoE's overlap. UMAP
     with 100 neighbours and min-dist 1, drawn in the Poincare disk.
     """
-    UMAP = shared.library("umap", "umap-learn").UMAP
+    from umap import UMAP
 
     def fits(config: dict) -> bool:
         return (options.folders or config["seed"] == 0) and shared.reads(config, "score")

@@ -156,24 +156,24 @@ def network(resource: str):
         yield
     except Exception as error:  # datasets raises a dozen kinds of errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        hint = "pip install datasets and check the network, or pass a local copy with --source"
+        hint = "check the network, or pass a local copy with --source"
         raise OSError(f"cannot read {resource} ({reason}): {hint}") from error
 
 
 def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
     """Streams columns of the data set `repository` or `repository configuration`. A missing value is an empty text."""
-    with network(options.get("data_files", name)):
-        from datasets import load_dataset
+    from datasets import load_dataset
 
+    with network(options.get("data_files", name)):
         for row in load_dataset(*name.split(), split=split, streaming=True, **options):
             yield tuple(row.get("translation", row)[column] or "" for column in columns)
 
 
 def hub_pairs(name: str, *columns: str) -> Records:
     """The pairs of a data set, in whichever splits it has."""
-    with network(name):
-        from datasets import get_dataset_split_names
+    from datasets import get_dataset_split_names
 
+    with network(name):
         available = get_dataset_split_names(*name.split())
     for split, hub_split in HUB_SPLITS.items():
         if hub_split in available:
@@ -242,10 +242,10 @@ def cc100() -> Groups:
 
 def opus100() -> Groups:
     """Sentence pairs of English and each of 99 languages."""
+    from datasets import get_dataset_config_names
+
     repository = "Helsinki-NLP/opus-100"
     with network(repository):
-        from datasets import get_dataset_config_names
-
         names = get_dataset_config_names(repository)
     with_english = [name for name in names if "en" in name.split("-")]  # the others have only a test set
     return {name: hub_pairs(f"{repository} {name}", *name.split("-")) for name in with_english}

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from data.corpora import CORPORA, Groups, read
 from data.files import PREPARED, SPLITS, Records, checksum, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
+from engine import one_line
 
 BATCH_CHARS = 2_000_000  # characters encoded at once
 LEARNED = 100_000_000  # characters to learn a vocabulary from, at most, shared equally by the languages
@@ -246,7 +247,7 @@ def main():
     try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        sys.exit(f"error: {' '.join(str(error).split()) or 'out of memory'}")
+        sys.exit(f"error: {one_line(error) or 'out of memory'}")
     splits = json.loads((out / "meta.json").read_text())["splits"]
     counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
     print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")

@@ -308,9 +308,9 @@ def from_hub(task, split, language) -> Parsed:
         hub_split = "validation"
     elif task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
-    with network(f"{repository} {config or ''}"):
-        from datasets import load_dataset
+    from datasets import load_dataset
 
+    with network(f"{repository} {config or ''}"):
         data = load_dataset(repository, config, split=hub_split)
         rows = list(data)
     prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set

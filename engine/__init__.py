@@ -12,3 +12,10 @@ if not set_by_user and "torch" not in sys.modules:
     except (AttributeError, OSError):  # not available on this system
         load = 0.0
     os.environ["GOMP_SPINCOUNT"] = "1000" if load > (os.cpu_count() or 1) else "30000"
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error; of a missing package, the command that installs it."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install -r requirements-dev.txt"
+    return " ".join(str(error).split())

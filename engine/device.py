@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from engine import one_line
+
 
 def show(text: str, stream=None):
     """Prints a line above the progress bar. Unencodable characters are replaced; a closed pipe is ignored."""
@@ -47,7 +49,7 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
     try:
         yield
     except kinds as error:
-        fail(" ".join(str(error).split()))
+        fail(one_line(error))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
         no_memory = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)

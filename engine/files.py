@@ -155,5 +155,6 @@ def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
             warn(f"{damaged}using {file.name}")
         return file.name, state
     if damaged:
-        raise ValueError(f"{damaged}no other is left: --resume false trains from the start")
+        hint = ": --resume false trains from the start" if names is CHECKPOINTS else ""
+        raise ValueError(f"{damaged}no other is left{hint}")
     return "", {}

@@ -7,9 +7,10 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 """
 
 import math
-import shutil
-import sys
+import re
 import textwrap
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +26,11 @@ Weights = dict[str, Tensor]  # by their names in model.py
 
 
 class SavedModel(NamedTuple):
-    kind: str  # the class that was trained, a key of pretrained.MODELS
+    kind: str  # the class that was trained, or the kind of fine-tuning; a key of pretrained.MODELS
     constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
     vocabulary: str  # checksum of its tokenizer; "" if unknown
+    labels: Sequence[str] = ()  # of fine-tuning
 
 
 def short(error: Exception) -> str:
@@ -135,11 +137,13 @@ DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None} 
 def read(folder: Path) -> SavedModel:
     """Reads GPT-2, XLM-R or an exported run."""
     if not weight_files(folder):
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has no weights")
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model with a model.safetensors")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind, constants = config["trained"], config["constants"] | {"vocab_size": config["vocab_size"]}
-        weights = {name.removeprefix("model."): x for name, x in read_tensors(folder).items()}
+        part, tensors = "" if kind == "GPT" else "encoder.", read_tensors(folder).items()
+        names = {name: re.sub(r"^(body\.)?model\.(encoder\.)?", part, name) for name, _ in tensors}
+        weights = {names[name].removeprefix("lm_head."): x for name, x in tensors}
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
@@ -154,41 +158,32 @@ def weight_files(folder: Path) -> list[Path]:
 def read_tensors(folder: Path) -> Weights:
     tensors = {}
     for file in weight_files(folder):
+        load = partial(torch.load, map_location="cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file as load
         try:
-            if file.suffix == ".bin":
-                tensors |= torch.load(file, "cpu", weights_only=True)
-            else:
-                from safetensors.torch import load_file
-
-                tensors |= load_file(file)
+            tensors |= load(file)
         except Exception as error:  # damaged files raise many kinds of errors
             raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return tensors
 
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
-CLASSES = {  # SavedModel.kind -> {transformers' auto class: class of hf_model.py}; the first is the trained model
-    "GPT": {"AutoModelForCausalLM": "NanoXMoEForCausalLM"},
-    "MaskedLM": {"AutoModelForMaskedLM": "NanoXMoEForMaskedLM"},
-    "Electra": {"AutoModelForTokenClassification": "NanoXMoEForTokenClassification"},
-}
-for encoder in ("MaskedLM", "Electra"):
-    CLASSES[encoder] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
+FINE_TUNED = {"tags": "TokenClassification", "label": "SequenceClassification", "answer": "QuestionAnswering"}
+TRAINED = {"GPT": "CausalLM", "MaskedLM": "MaskedLM", "Electra": "TokenClassification"} | FINE_TUNED
 CARD = """# {name}
 
-Trained with nanoXMoE. If the run is finished, result.json has its configuration and its scores.
-
-Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its batch. Generation has no
-key-value cache: each new token recomputes the whole context.
+Trained with nanoXMoE. Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its
+batch. Generation has no key-value cache: each new token recomputes the whole context. Before you smooth labels with
+Trainer, set tokenizer.padding_side = "right".
 
 ```python
 from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 ```
 """
-MAX_FLOAT = sys.float_info.max  # JSON has no infinity
 
 
 def export(saved: SavedModel, run: Path, folder: Path):
@@ -197,8 +192,8 @@ def export(saved: SavedModel, run: Path, folder: Path):
 
     from engine import hf_tokenizer
 
-    if saved.kind not in CLASSES:
-        raise ValueError(f"{run} holds a {saved.kind}: pass a run of train_lm.py, train_mlm.py or train_electra.py")
+    if saved.kind not in TRAINED:
+        raise ValueError(f"{run} holds a {saved.kind}: pass a run of another script than train_mt.py")
     if ":" in saved.constants["router"]:
         raise ValueError(f"{run} has a router from a file: append its class to routers.py, train again, then export")
     if folder.exists() and any(folder.iterdir()):
@@ -210,27 +205,26 @@ def export(saved: SavedModel, run: Path, folder: Path):
     for name, source in CODE.items():
         code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    files["README.md"] = CARD.format(name=run.name, auto=next(iter(CLASSES[saved.kind])))
+    files["README.md"] = CARD.format(name=run.name, auto=f"AutoModelFor{TRAINED[saved.kind]}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # like the other files
     for name, content in files.items():
         write(folder / name, content)
     tokenizer.save(folder)  # for pretrained.load
-    if (run / "result.json").exists():
-        shutil.copy(run / "result.json", folder)
     print(f"{folder} has the model, its tokenizer and a README.md that shows how to load them")
 
 
 def convert(saved: SavedModel) -> tuple[dict, Weights]:
     """The config.json and the tensors of a model of hf_model.py."""
-    constants = {name: MAX_FLOAT if x == math.inf else x for name, x in saved.constants.items()}
-    weights, classes = dict(saved.weights), CLASSES[saved.kind]
+    constants = {name: 1e300 if x == math.inf else x for name, x in saved.constants.items()}  # JSON has no infinity
+    weights, decoder, trained = dict(saved.weights), saved.kind == "GPT", TRAINED[saved.kind]
+    heads = [trained] if decoder else [trained, *FINE_TUNED.values()]
     config = {
         "model_type": "nanoxmoe",
         "trained": saved.kind,
-        "architectures": [*classes.values()][:1],
-        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig"},
+        "architectures": [f"NanoXMoEFor{trained}"],
+        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", "AutoModel": "hf_model.NanoXMoEModel"},
         "dtype": "float32",
         "use_cache": False,
         "vocab_size": constants.pop("vocab_size"),
@@ -240,14 +234,22 @@ def convert(saved: SavedModel) -> tuple[dict, Weights]:
         "num_attention_heads": constants["n_head"],
         "constants": constants,
     }
-    config["auto_map"] |= {auto: f"hf_model.{name}" for auto, name in classes.items()}
+    config["auto_map"] |= {f"AutoModelFor{head}": f"hf_model.NanoXMoEFor{head}" for head in heads}
+    labels = ("original", "replaced") if saved.kind == "Electra" else saved.labels
+    if labels:
+        config |= {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     if saved.kind == "Electra":
-        config["id2label"] = {0: "original", 1: "replaced"}
         for name in ("out.weight", "out.bias"):  # softmax([0, logit]) is [1 - sigmoid(logit), sigmoid(logit)]
-            weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]])
+            logit = weights.pop(name)
+            weights[f"tags_{name}"] = torch.cat([torch.zeros_like(logit), logit])
     tensors = {}
     for name, x in weights.items():
+        if name == "bias":
+            name = "lm_head.bias"
+        elif decoder or name.startswith("encoder."):
+            name = f"body.model.{name.removeprefix('encoder.')}"
+        elif saved.kind in FINE_TUNED:
+            name = f"{saved.kind}_{name}"
         if not name.startswith("generator."):  # needed for training alone
-            in_body = saved.kind == "GPT" or name.startswith("encoder.")
-            tensors["model." * in_body + name] = x.contiguous()
+            tensors[name] = x.contiguous()
     return config, tensors

@@ -4,8 +4,8 @@
     model, tokenizer = load("/models/xlm-roberta-base")   a folder that you downloaded: nothing is downloaded here
     python -m engine.pretrained export RUN FOLDER         exports a run for transformers; `load` reads it, too
 
-`load` returns a GPT for a run of train_lm.py, an Encoder without its head for train_mlm.py and train_electra.py (the
-discriminator's encoder), and a Translator for train_mt.py.
+`load` returns a GPT for a run of train_lm.py, a Translator for train_mt.py, and for the other scripts an Encoder
+without its head (of train_electra.py the discriminator's).
 """
 
 import sys
@@ -19,10 +19,11 @@ from data.tokenizers import XLMR, Tokenizer, load_tokenizer
 from engine import hugging_face
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
-from engine.hugging_face import DEFAULTS, LAYOUTS, SIZES, SavedModel, Weights, short
+from engine.hugging_face import DEFAULTS, FINE_TUNED, LAYOUTS, SIZES, SavedModel, Weights, short
 from model import GPT, Encoder, Translator
 
-MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained -> loaded class
+MODELS = {"GPT": GPT, "Translator": Translator}  # SavedModel.kind -> loaded class
+MODELS |= dict.fromkeys(("MaskedLM", "Electra", *FINE_TUNED), Encoder)
 PIECES = "sentencepiece.bpe.model"  # XLM-R's tokenizer
 
 
@@ -30,13 +31,16 @@ def read(folder: Path) -> SavedModel:
     """Reads a run, or a model in Hugging Face's format. Raises OSError or ValueError if there is no intact one."""
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: train it first, or pass another folder")
+    if (folder / "dict.txt").exists():
+        raise ValueError(f"{folder} has a model in fairseq's format: pass one in Hugging Face's (xlm-roberta-base)")
     if not is_run(folder):
         return hugging_face.read(folder)
     _, state = newest(folder, WEIGHTS)
-    if state["class"] not in MODELS:
-        raise ValueError(f"{folder} holds checkpoints of another kind of model")
+    kind = state.get("kind", state["class"])
+    if kind not in MODELS:
+        raise ValueError(f"{folder} holds checkpoints of another kind of model, or of unfinished fine-tuning")
     constants = DEFAULTS | state["constants"] | {"vocab_size": state["vocab_size"]}
-    return SavedModel(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
+    return SavedModel(kind, constants, state["model"], state["identity"]["tokenizer_checksum"], state.get("labels", ()))
 
 
 def is_run(folder: Path) -> bool:

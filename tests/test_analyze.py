@@ -177,7 +177,7 @@ def test_unusable_runs_are_refused_in_one_line(folders, draw, tmp_path, monkeypa
         assert message in error(folders[1])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install matplotlib" in error(folders[0])
+        assert "matplotlib.figure is not installed: pip install -r requirements-dev.txt" in error(folders[0])
     (folders[0] / "result.json").unlink()
     assert f"{folders[0]} has no finished run" in error(folders[0])
 

@@ -382,4 +382,4 @@ def test_unsuitable_runs_are_refused_in_one_line(place, tmp_path, monkeypatch, c
     }.items():
         assert error in messages(*line), line
     monkeypatch.setitem(sys.modules, "umap", None)
-    assert "pip install umap-learn" in messages("umap", sphere)
+    assert "umap is not installed: pip install -r requirements-dev.txt" in messages("umap", sphere)

@@ -205,7 +205,7 @@ def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_p
     assert f"no seed of both has {MEASURE}: train more seeds with --seeds 3" in error(a, late)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "scipy.stats", None)
-        assert "pip install scipy" in error(a, b)
+        assert "scipy.stats is not installed: pip install -r requirements-dev.txt" in error(a, b)
 
 
 def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, draw, monkeypatch, capsys):

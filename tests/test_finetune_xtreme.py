@@ -325,13 +325,68 @@ def test_other_examples_or_encoders_make_a_separate_run(options, source, encoder
     for encoder, more in (("hypersphere", ""), ("switch", ""), ("hypersphere", "one\ttwo\tneutral\n")):
         options["model"].unlink(missing_ok=True)
         options["model"].symlink_to(encoders[encoder])
-        with open(options["source"] / "xnli" / "test-de.tsv", "a") as file:
+        with open(options["source"] / "xnli" / "dev-en.tsv", "a") as file:
             file.write(more)
         capsys.readouterr()
         XTREME.run(options, monkeypatch)
         is_other = bool(more) or encoder == "switch"
         assert ("differs in data_checksum" in capsys.readouterr().out) == is_other
     assert len([*options["out_dir"].glob("*/result.json")]) == 3
+
+
+def test_other_test_examples_are_scored_without_training(options, source, tmp_path, monkeypatch, capsys):
+    options |= {"source": shutil.copytree(source, tmp_path / "source")}
+    XTREME.run(options, monkeypatch)
+    first, weights = result_of(options["out_dir"]), saved(options, "model.pt")["model"]
+    write_files(options["source"] / "xnli", {"test-fr.tsv": label_lines(drawn(6, 2), "de")})
+    capsys.readouterr()
+    XTREME.run(options, monkeypatch)
+    printed, second = capsys.readouterr(), result_of(options["out_dir"])
+    assert "scores other test examples, without training" in printed.out
+    assert not re.search(r"^step \d+: train", printed.out, re.M)
+    assert second["languages"] == first["languages"] | {"fr": first["languages"]["de"]}
+    assert [second[name] for name in ("valid", "step", "config")] == [
+        first[name] for name in ("valid", "step", "config")
+    ]
+    assert sorted(predictions(options["out_dir"])) == [f"xnli/test-{language}.tsv" for language in ("de", "en", "fr")]
+    torch.testing.assert_close(saved(options, "model.pt")["model"], weights, rtol=0, atol=0)
+    XTREME.run(options, monkeypatch)
+    assert "without training" not in capsys.readouterr().out
+
+
+AUTO = {"pos": "TokenClassification", "xquad": "QuestionAnswering", "xnli": "SequenceClassification"}
+
+
+@pytest.mark.parametrize("task", AUTO)
+def test_a_fine_tuned_run_exports(task, options, tmp_path, monkeypatch):
+    """Its logits and labels are ours; run and export load as encoders, and can be fine-tuned further."""
+    transformers = pytest.importorskip("transformers")
+    options |= {"task": task, "epochs": 1}
+    XTREME.run(options, monkeypatch)
+    run, folder = only_run(options["out_dir"]), tmp_path / "exported"
+    pretrained.export(run, folder)
+    _, _, model, _, _ = opened(options)
+    model.load_state_dict(saved(options, "model.pt")["model"])
+    ids, batch = torch.randint(4, 290, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    ids[1, 8:], batch[1, 8:] = XLMR.pad, 0
+    nonpad = batch.flatten().nonzero().squeeze(1)
+    with torch.no_grad(), model.no_limit():
+        expected, _ = model.eval()(ids, nonpad, nonpad)
+    auto = getattr(transformers, f"AutoModelFor{AUTO[task]}")
+    exported = auto.from_pretrained(folder, trust_remote_code=True).eval()
+    output = exported(ids, attention_mask=batch)
+    if task == "xquad":
+        logits = torch.stack([output.start_logits, output.end_logits], dim=1).flatten(0, 1)
+        text = batch.bool().repeat_interleave(2, dim=0)
+        logits, expected = logits[text], expected[text]
+    else:
+        logits = output.logits[batch.bool()] if task == "pos" else output.logits
+        assert list(exported.config.id2label.values()) == model.labels
+        assert exported.config.label2id == {label: i for i, label in enumerate(model.labels)}
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    encoders = [pretrained.load_encoder(path)[0] for path in (run, folder)]
+    torch.testing.assert_close(encoders[0].state_dict(), model.encoder.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(encoders[1].state_dict(), model.encoder.state_dict(), rtol=0, atol=0)
 
 
 def test_two_processes_resume_with_the_loads_that_one_would_count(options, tmp_path, monkeypatch):

@@ -1,14 +1,18 @@
 """Imports go one way, from top to bottom: scripts, figures, measures, engine/ and data/, model.py, routers.py."""
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 
+import helpers
 import pytest
-from helpers import ROOT
+from helpers import ROOT, save_run, write_files
+
+from model import MaskedLM
 
 FOLDERS = "engine", "data", "metrics", "analysis", "tools"
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("[!_]*.py"))]
@@ -56,6 +60,79 @@ def test_no_import_goes_up():
 def test_there_are_no_circular_imports():
     graph = {name: imports(name) for name in MODULES}
     assert {*TopologicalSorter(graph).static_order()} == MODULES.keys()
+
+
+REQUIRED = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+queue, required = re.findall(r"^([\\w-]+)==", open("requirements.txt").read(), re.M), set()
+while queue:
+    name = re.sub("[-_.]+", "-", queue.pop().lower())
+    if name not in required:
+        required.add(name)
+        try:
+            lines = [line for line in requires(name) or () if "extra ==" not in line]
+        except PackageNotFoundError:  # for another system
+            continue
+        queue += [re.match(r"[\\w.-]+", line)[0] for line in lines]
+modules = {}
+for module, packages in packages_distributions().items():
+    modules[module] = {re.sub("[-_.]+", "-", package.lower()) for package in packages} & required
+
+
+def find_spec(name, path=None, target=None, find_spec=PathFinder.find_spec):
+    return find_spec(name, path, target) if modules.get(name.partition(".")[0], True) else None
+
+
+PathFinder.find_spec = find_spec
+"""
+RUN = f"""{REQUIRED}
+import runpy
+
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, xlmr) -> dict[str, str]:
+    """A run, a model in Hugging Face's format, and a folder of parquet files."""
+    base = tmp_path_factory.mktemp("folders")
+    model = MaskedLM(helpers.constants(router="dense", recompute=False), xlmr.vocab_size)
+    save_run(base / "run", model, xlmr)
+    config = {"model_type": "nanoxmoe", "trained": "GPT", "constants": {}, "vocab_size": 9}
+    write_files(base / "hf", {"config.json": json.dumps(config), "model.safetensors": b"?"})
+    write_files(base / "texts", {f"{split}.parquet": b"?" for split in ("train", "valid", "test")})
+    return {path.name: str(path) for path in base.iterdir()} | {"out": str(base / "new")}
+
+
+MISSING = {  # commands that need more than requirements.txt -> the module that they miss
+    "engine.pretrained export {run} {out}": "safetensors",
+    "finetune_xtreme --model {hf} --preset ciphers-tags --device cpu": "safetensors",
+    "finetune_xtreme --preset xlme-pos": "datasets",
+    "data.prepare openwebtext --out {out} --tokenizer {run}": "datasets",
+    "data.prepare opus100 --out {out} --tokenizer {run}": "datasets",
+    "data.prepare text --source {texts} --out {out}": "pyarrow",
+}
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_missing_package_is_one_error_that_names_the_command(command, folders):
+    line = [word.format(**folders) for word in command.split()]
+    done = subprocess.run([sys.executable, "-c", RUN, *line], cwd=ROOT, capture_output=True, text=True)
+    module = MISSING[command]
+    message = rf"error: {module}[.\w]* is not installed: pip install -r requirements-dev\.txt"
+    assert re.fullmatch(message, done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
+def test_every_module_imports_under_the_requirements_alone():
+    names = sorted(MODULES.keys() - {"engine.hf_model", "engine.hf_tokenizer"})
+    code = f"{REQUIRED}\nimport importlib\nfor name in {names}:\n    importlib.import_module(name)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
 
 
 def test_a_script_loads_only_what_it_needs():

@@ -101,6 +101,14 @@ def test_a_folder_without_an_intact_run_is_refused_in_one_line(options, tmp_path
     assert "does not exist: train it first" in one_line(tmp_path / "nowhere", OSError)
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_fairseqs_format_is_named(is_zip, tmp_path):
+    content = {"args": None, "model": {"decoder.sentence_encoder.embed_tokens.weight": torch.zeros(9, 4)}}
+    torch.save(content, tmp_path / "model.pt", _use_new_zipfile_serialization=is_zip)
+    (tmp_path / "dict.txt").write_text("a 1\n")
+    assert "has a model in fairseq's format: pass one in Hugging Face's" in one_line(tmp_path, ValueError)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face's format
 
