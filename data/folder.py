@@ -34,7 +34,8 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
             return path
     from data.prepare import CORPORA, prepare  # only here: a prepared folder does not need these modules
 
-    if name not in CORPORA and source.exists():
+    installed = name in CORPORA and CORPORA[name].packages
+    if not installed and source.exists():
         files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
         state, options = [kind, files], {"source": source}
         with suppress(FileNotFoundError):  # a folder of Hugging Face's has no tokenizer of ours
@@ -44,7 +45,7 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
         digits = hashlib.sha256(repr(tuple(state)).encode()).hexdigest()[:8]
         folder = PREPARED / f"{source.stem[:40]}-{digits}"
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
-    elif name not in CORPORA or not CORPORA[name].packages:
+    elif not installed:
         return folder
     if make and not folder.exists():
         say(f"preparing {name} once, in {folder}")

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data.corpora import CORPORA, Groups, read
-from data.files import PREPARED, SPLITS, Records, checksum, sha256
+from data.files import PREPARED, SPLITS, Records, checksum, say, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 BATCH_CHARS = 2_000_000  # characters encoded at once
@@ -73,7 +73,13 @@ def new_folder(out: Path):
     """A hidden folder to write into. It is renamed to `out` at the end, or removed after an exception."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.new.partial")
-    with FileLock(out.with_name(f".{out.name}.lock")):  # a second preparation of the same folder waits
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        say(f"waiting for the process that is preparing {out}")
+        held = lock.acquire()
+    with held:
         if out.exists() and any(out.iterdir()):
             raise FileExistsError(f"--out {out} is not empty: delete its files or pass another folder")
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed preparation

@@ -11,10 +11,12 @@ import os
 import re
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from data.files import PREPARED
 from routers import ROUTERS, find_router
 
 # Constants that say where and how to run, or what to do with a trained model. They do not identify a run.
@@ -33,6 +35,9 @@ REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "tabl
 # Options of other programs, or of our other scripts -> their name here.
 SYNONYMS = {"lr": "learning_rate", "steps": "epochs", "epochs": "steps"}
 SYNONYMS |= {"batch_size": "batch_tokens", "batch_tokens": "batch_size"}
+
+BATCHES = ("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")
+PATHS = {"data", "pairs", "model", "init_from", "router"}  # constants that may be paths
 
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be repeated
 
@@ -77,10 +82,14 @@ def check(config):
         if not low <= value <= high:
             valid = "over 0 and finite" if low == OVER_0 else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} must be {valid}, not {value!r}")
-    for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
+    for batch, micro in BATCHES:
         size, micro_size = getattr(config, batch, 0), getattr(config, micro, 1)
         if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
+    peak, floor = getattr(config, "learning_rate", math.inf), getattr(config, "min_learning_rate", 0.0)
+    if floor > peak:
+        hint = f"pass --min_learning_rate {peak / 100:g}"
+        raise ValueError(f"min_learning_rate = {floor:g} exceeds learning_rate = {peak:g}: {hint}")
     router = getattr(config, "router", "dense")
     if router != "dense":
         cls = find_router(router)
@@ -124,14 +133,18 @@ def parse(default, argv: list[str], description: str):
     """
     spellings = {"true": "True", "false": "False", "none": "None"}  # tyro expects Python's
     fields, args = dataclasses.fields(default), []
+    names = {"help"} | {field.name for field in fields}
     texts = {f"--{field.name}" for field in fields if field.type in (str, Texts)}
     for word in argv:
-        args += word.split("=", 1) if word.startswith("--") else [word]
-    for i, (previous, word) in enumerate(zip([""] + args, args)):
-        if previous not in texts:
-            args[i] = spellings.get(word, word)
-            if word.startswith("--"):
-                check_option(word.removeprefix("--").replace("-", "_"), {"help"} | {field.name for field in fields})
+        option, *value = word.split("=", 1) if word.startswith("--") else [word]
+        if args and args[-1] in texts and option.removeprefix("--") not in names:
+            args[-1] += f"={word}"  # a text may look like an option
+        elif option in texts:
+            args.append(word)
+        else:
+            if option.startswith("--"):
+                check_option(option.removeprefix("--").replace("-", "_"), names)
+            args += [spellings.get(part, part) for part in (option, *value)]
     return tyro.cli(
         type(default),
         args=args,
@@ -151,10 +164,22 @@ def check_option(option: str, names: set[str]):
         raise ValueError(f"there is no option --{option}{hint} --help lists all options")
 
 
+def constants_of(config) -> dict:
+    """All constants, with paths in one spelling: ./x, x/, a link to x and its absolute path are the same data."""
+    constants = dict(vars(config))
+    for name in filter(constants.get, PATHS):
+        path = Path(constants[name]).resolve()
+        for folder in (PREPARED.resolve(), Path.cwd()):
+            if path.is_relative_to(folder):
+                path = path.relative_to(folder)
+        constants[name] = path.as_posix()
+    return constants
+
+
 def changed(config, presets: dict) -> dict:
     """The constants that differ from the preset."""
-    default = vars(type(config)(**presets[config.preset]))
-    return {name: value for name, value in vars(config).items() if value != default[name]}
+    default = constants_of(type(config)(**presets[config.preset]))
+    return {name: value for name, value in constants_of(config).items() if value != default[name]}
 
 
 def unread(config) -> set[str]:
@@ -170,7 +195,11 @@ def unread(config) -> set[str]:
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
     if config.router == "dense":
         return unused | of_routers | SPARSE
-    return unused | of_routers - find_router(config.router).reads_with(config.score)
+    cls = find_router(config.router)
+    file = getattr(sys.modules[cls.__module__], "__file__", None)  # a class in a notebook has none
+    source = Path(file).read_text(encoding="utf-8") if file and cls.constants else ""
+    never_read = {name for name in cls.constants if file and not re.search(rf"(\.|getattr\(.*){name}\b", source)}
+    return unused | of_routers - cls.reads_with(config.score) | never_read
 
 
 def refuse(config, presets: dict, names: set[str]):
@@ -187,8 +216,8 @@ def identity(config) -> dict:
     excluded = WHERE | unread(config)
     if getattr(config, "eval_only", False):  # a trained model may be routed differently at test
         excluded |= {"eval_threshold", "eval_capacity"}
-    names = [name for name in vars(config) if name not in excluded]
-    return json.loads(json.dumps({name: getattr(config, name) for name in names}))
+    constants = {name: value for name, value in constants_of(config).items() if name not in excluded}
+    return json.loads(json.dumps(constants))
 
 
 def run_name(config, presets: dict) -> str:

@@ -10,27 +10,32 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tqdm import tqdm
 
-from engine.config import identity
+from engine import pretrained
+from engine.config import BATCHES, identity
 from engine.device import Context, fail, show, warn
 from engine.files import MADE, code_of, differing, folder_of, newest, read_json, to_json, write
 from engine.parallel import compiles
 from routers import RouterError
 
-SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
+SIGNALS = [signal.SIGTERM, signal.SIGINT]  # the second is Ctrl-C
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+    SIGNALS.append(signal.SIGHUP)  # a terminal or a connection is closed
 
 
 def stop(number: int, where: str = ""):
-    """Ends the process with one line and the signal's exit code, 143 or 130."""
+    """Ends the process with one line and the signal's exit code, such as 143."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -53,13 +58,20 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
+        init_from = Path(getattr(config, "init_from", None) or "")
+        if init_from.name and init_from.exists():  # else the result of an earlier run is shown
+            crc = 0
+            for x in pretrained.read(init_from).weights.values():
+                crc = zlib.crc32(x.flatten().view(torch.uint8).numpy(), crc)
+            self.identity["init_from_checksum"] = f"{crc:08x}"
         self.precision = str(context.dtype).removeprefix("torch.")  # --dtype auto depends on the machine
         self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
-            raise ValueError(
-                f"{micros} micro-batches a step do not divide evenly over {world} processes: change either"
-            )
+            options = next(names for names in BATCHES if hasattr(config, names[0]))
+            batch, micro = (getattr(config, name) for name in options)
+            hint = "pass --{0} {2}, or a smaller --{1}".format(*options, -(-batch // (micro * world)) * micro * world)
+            raise ValueError(f"{micros} micro-batches a step do not divide evenly over {world} processes: {hint}")
         self.micros = range(context.rank, micros, world)  # of this process
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.name = self.folder.name
@@ -166,7 +178,8 @@ class Run:
         compiled = compiles(self.config, self.context)
         if compiled:
             self.context.say("compiling: the first steps take up to a few minutes")
-        before = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
+        in_main = threading.current_thread() is threading.main_thread()  # only there, Python can handle signals
+        before = {number: signal.signal(number, self.on_signal) for number in SIGNALS if in_main}
         try:
             for step in self.bar:
                 if self.evaluates_after(step + 1) and step not in (self.start, self.since):  # already saved
