@@ -15,6 +15,7 @@ out/train_mt/NAME; the same command resumes it. `--help` lists all constants.
 """
 
 import math
+import signal
 import sys
 from collections import ChainMap
 from contextlib import nullcontext
@@ -24,15 +25,14 @@ from typing import Literal
 
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
-from tqdm import tqdm
 
 from data.batches import TranslationData, source_batches
-from data.files import read_lines
+from data.files import progress, read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
-from engine.run import Run
+from engine.run import SIGNALS, Run, stop
 from engine.table import Table, carry_out, start
 from metrics import bits_per_byte, flops, perplexity
 from metrics.bleu import mean, score_counting, score_translations
@@ -102,7 +102,7 @@ class Config:
     # translating
     beam: int = 5  # beam size
     length_penalty: float = 1.0  # exponent of the length that divides a translation's log probability
-    translate: str | None = None  # do not train: translate the lines of this file with a trained model
+    translate: str | None = None  # do not train: translate the lines of this file (- for standard input)
     model: str = "out/train_mt/demo"  # folder of the run whose model translates
     # where and how
     out_dir: str = "out/train_mt"  # folder of all runs
@@ -302,9 +302,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     sources = [ids[number][:room] for number in nonempty]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
-    silent = context.rank > 0 or None
     translations = {}  # by number of the text
-    for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
+    for numbers, batch in progress(batches[context.rank :: context.world], "translating", leave=False):
         source, nonpad = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
@@ -471,17 +470,30 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
+AT_ONCE = 500  # lines that are translated before the first of them is printed
+
+
 def translate_file(config: Config, context):
     """Prints the translation of each line of a file; empty lines stay empty."""
     with clear_errors():
         model, tokenizer = pretrained.load(config.model)  # the best weights, or the latest of an unfinished run
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is not a translator: pass --model the folder of a train_mt.py run")
-        lines = list(map(str.strip, read_lines(Path(config.translate))))
+        lines = [*map(str.strip, read_lines(Path(config.translate)))] if context.rank == 0 else []
+    [lines, *_] = context.gather(lines)  # standard input can be read only once
     if not sys.stdout.isatty():  # to a file: UTF-8 in any locale
         sys.stdout.reconfigure(encoding="utf-8")
-    translations = translate_texts(context.place(model), lines, tokenizer, config, context)
-    context.say("\n".join(translations))
+    model = context.place(model)
+    done = 0
+
+    def on_signal(number: int, frame):
+        stop(number, f" after {done:,} of {len(lines):,} lines", "their translations are written")
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+    for done in range(0, len(lines), AT_ONCE):
+        translations = translate_texts(model, lines[done : done + AT_ONCE], tokenizer, config, context)
+        context.say("\n".join(translations))
     context.barrier()  # processes exit together: see engine/table.py
 
 

@@ -15,9 +15,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from tqdm import tqdm
-
-from data.files import Records, split_of
+from data.files import Records, progress, split_of
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib"))}
 for name in ("numpy", "torch"):
@@ -32,7 +30,7 @@ def pydocs() -> Records:
     A repeated paragraph is kept only where it first appears.
     """
     seen, rows = set(), []
-    for name, paragraphs in tqdm(python_files(), desc="reading", disable=None):
+    for name, paragraphs in progress(python_files(), "reading"):
         new = [text for text in dict.fromkeys(paragraphs) if text not in seen]
         seen.update(new)
         if new:

@@ -10,11 +10,14 @@ import lzma
 import os
 import re
 import sys
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain, groupby, islice, product, zip_longest
 from pathlib import Path
+
+from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
@@ -110,7 +113,8 @@ def read_lines(path: Path) -> Iterator[str]:
     """
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
-        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        opened = os.dup(0) if str(path) == "-" else path  # standard input
+        with open_file(opened, "rt", encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if 3 * line.count("\0") > len(line):
                     raise ValueError(f"{path} is not UTF-8: line {number:,} has many zero bytes, as in UTF-16")
@@ -157,6 +161,17 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     else:
         say(f"{path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))
+
+
+def progress(rows: Iterable, label: str, silent=False, **options) -> Iterator:
+    """The rows, with a progress bar; without a terminal, with a line every 20 seconds that counts those done."""
+    silent = silent or int(os.environ.get("LOCAL_RANK", 0)) > 0
+    bar, last = tqdm(rows, label, disable=silent or None, **options), time.monotonic()
+    for number, row in enumerate(bar, start=1):
+        yield row
+        if bar.disable and not silent and time.monotonic() > last + 20:
+            last = time.monotonic()
+            print(f"{label}: {number:,}" + (f" of {bar.total:,}" if bar.total else ""), file=sys.stderr)
 
 
 @cache

@@ -21,12 +21,12 @@ HASHED_UP_TO = 1 << 30  # bytes; larger files take seconds to hash, so only thei
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help shows how"
 
 
-def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
+def ready(name: str, kind=None, make=True, run: str | None = None, out_dir="") -> Path:
     """data/prepared/NAME, or the prepared folder at path `name`.
 
     With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
     this kind (see data.corpora), in a new folder whenever the size or time of a file changes, with the tokenizer in the
-    folder `run` or one learned from them.
+    folder `run` or one learned from them. If texts have been moved, the tokens that a run in `out_dir` was trained on.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
     for path in (folder, Path(name)):
@@ -46,6 +46,12 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
         folder = PREPARED / f"{source.stem[:40]}-{digits}"
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
     elif not installed:
+        runs = "".join(file.read_text() for file in Path(out_dir).glob("*/config.json"))
+        for meta in sorted(PREPARED.glob("*/meta.json"), key=lambda file: -file.stat().st_mtime):
+            prepared = json.loads(meta.read_text())
+            if Path(prepared["source"]).name == source.name and prepared["checksum"] in runs:
+                say(f"{name} does not exist: using its tokens in {meta.parent}")
+                return meta.parent
         return folder
     if make and not folder.exists():
         say(f"preparing {name} once, in {folder}")
@@ -115,7 +121,8 @@ class Prepared:
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
         """Opens the corpus or prepared folder `name` (see `ready`) with the sizes in a script's config."""
-        folder = ready(name, cls.kind, context.rank == 0, getattr(config, "init_from", None))
+        run = getattr(config, "init_from", None)
+        folder = ready(name, cls.kind, context.rank == 0, run, getattr(config, "out_dir", ""))
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)

@@ -34,12 +34,12 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_D
     SIGNALS.append(signal.SIGHUP)  # a terminal or a connection is closed
 
 
-def stop(number: int, where: str = ""):
+def stop(number: int, where: str = "", hint: str = "run the same command to resume"):
     """Ends the process with one line and the signal's exit code, such as 143."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        show(f"stopped{where}; run the same command to resume", sys.stderr)
+        show(f"stopped{where}; {hint}", sys.stderr)
     sys.exit(128 + number)
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
+from data.files import progress
+
 COUNTED_UP_TO = 2**24  # tokens of a training text
 
 
@@ -55,7 +57,7 @@ def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
     following = neighbour_counts(*seen, V)
     single = unigrams(seen[1], V)
     total = 0.0
-    for token in first.unique():
+    for token in progress(first.unique(), "counting", leave=False):
         p = interpolated(following(token), single)
         total -= float(p[second[first == token]].log().sum())
     return total / len(first)
@@ -90,7 +92,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     following = neighbour_counts(keys[:-1], train[1:], V)
     preceding = neighbour_counts(keys[1:], train[:-1], V)
     sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # per language: loss, correct tokens, all tokens
-    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
+    for _, _, batch in progress([*data.eval_batches("valid", 1, max_tokens)], "counting", leave=False):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
         odds = data.masking.odds(shown)
@@ -140,7 +142,7 @@ def remembered(data, language: str) -> list[str]:
     weight = np.log(len(train) / n.clip(1)) ** 2  # squared: once for each of the two sources
     lengths = np.sqrt(np.add.reduceat(weight[tokens], begins)) + 1e-9
     best = []
-    for text in next(texts(data, "test", language)):
+    for text in progress(next(texts(data, "test", language)), "counting", leave=False):
         weights = np.zeros(data.vocab_size)
         weights[text] = weight[text]
         shared = np.add.reduceat(weights[tokens], begins)
