@@ -163,9 +163,9 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
         yield from filter(None, map(str.strip, lines))
 
 
-def progress(rows: Iterable, label: str, silent=False, **options) -> Iterator:
+def progress(rows: Iterable, label: str, **options) -> Iterator:
     """The rows, with a progress bar; without a terminal, with a line every 20 seconds that counts those done."""
-    silent = silent or int(os.environ.get("LOCAL_RANK", 0)) > 0
+    silent = int(os.environ.get("LOCAL_RANK", 0)) > 0
     bar, last = tqdm(rows, label, disable=silent or None, **options), time.monotonic()
     for number, row in enumerate(bar, start=1):
         yield row

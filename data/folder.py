@@ -47,9 +47,8 @@ def ready(name: str, kind=None, make=True, run: str | None = None, out_dir="") -
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
     elif not installed:
         runs = "".join(file.read_text() for file in Path(out_dir).glob("*/config.json"))
-        for meta in sorted(PREPARED.glob("*/meta.json"), key=lambda file: -file.stat().st_mtime):
-            prepared = json.loads(meta.read_text())
-            if Path(prepared["source"]).name == source.name and prepared["checksum"] in runs:
+        for meta in PREPARED.glob(f"{source.stem[:40]}-*/meta.json"):
+            if json.loads(meta.read_text())["checksum"] in runs:
                 say(f"{name} does not exist: using its tokens in {meta.parent}")
                 return meta.parent
         return folder

@@ -171,13 +171,13 @@ def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer,
             encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
             for split, texts in batch:
                 ids = [next(encoded) for _ in texts]
-                unknown += sum(np.count_nonzero(tokens == tokenizer.unknown) for tokens in ids)
                 if split != "train" or not limit or counts[language]["train"]["tokens"] < limit:
                     writers[split].append(texts, ids, tokenizer.eot)
+                    unknown += sum(np.count_nonzero(tokens == tokenizer.unknown) for tokens in ids)
             train, *held_out = (counts[language][split]["tokens"] for split in SPLITS)
             if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                 break
-        of = f"{f'language {language!r} of ' if language else ''}{meta['source']}"
+        of = f"language {language!r} of {meta['source']}" if language else meta["source"]
         if language and not train:
             raise ValueError(f"{of} has no training text: exclude it with --languages")
         share = unknown / max(1, train + sum(held_out))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from data.files import progress, say
+from data.files import progress
 
 GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # token ranks
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -178,8 +178,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
         options["hard_vocab_limit"] = False  # repetitive text has fewer merges
     file = io.BytesIO()
     pieces = vocab_size - kind.added
-    if sum(map(len, lines)) > 10_000_000:
-        say(f"learning {pieces:,} pieces")
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),

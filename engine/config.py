@@ -86,10 +86,8 @@ def check(config):
         size, micro_size = getattr(config, batch, 0), getattr(config, micro, 1)
         if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
-    peak, floor = getattr(config, "learning_rate", math.inf), getattr(config, "min_learning_rate", 0.0)
-    if floor > peak:
-        hint = f"pass --min_learning_rate {peak / 100:g}"
-        raise ValueError(f"min_learning_rate = {floor:g} exceeds learning_rate = {peak:g}: {hint}")
+    if getattr(config, "min_learning_rate", 0) > (peak := getattr(config, "learning_rate", math.inf)):
+        raise ValueError(f"min_learning_rate exceeds learning_rate = {peak:g}: pass --min_learning_rate {peak / 100:g}")
     router = getattr(config, "router", "dense")
     if router != "dense":
         cls = find_router(router)
@@ -98,10 +96,7 @@ def check(config):
 
 
 def command_line(Config: type, presets: dict, argv: list[str]):
-    """-> the config, parsed by tyro: `--name value`, `--help`.
-
-    Raises ValueError if a value is out of range, or the chosen model does not read an option.
-    """
+    """-> the config. Raises ValueError if a value is out of range, or the chosen model does not read an option."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default=Config.preset)
     parser.add_argument("--router")
@@ -127,24 +122,22 @@ def with_constants(Config: type, router: str) -> type:
 
 
 def parse(default, argv: list[str], description: str):
-    """A dataclass overridden by argv. --help prints the description and the comments after the fields.
-
-    Raises ValueError for an unknown option.
-    """
+    """A dataclass overridden by argv; ValueError for an unknown option. --help has the comments after the fields."""
     spellings = {"true": "True", "false": "False", "none": "None"}  # tyro expects Python's
     fields, args = dataclasses.fields(default), []
     names = {"help"} | {field.name for field in fields}
     texts = {f"--{field.name}" for field in fields if field.type in (str, Texts)}
     for word in argv:
         option, *value = word.split("=", 1) if word.startswith("--") else [word]
-        if args and args[-1] in texts and option.removeprefix("--") not in names:
+        name = option.removeprefix("--").replace("-", "_")
+        if args and args[-1] in texts and name not in names:
             args[-1] += f"={word}"  # a text may look like an option
-        elif option in texts:
-            args.append(word)
-        else:
-            if option.startswith("--"):
-                check_option(option.removeprefix("--").replace("-", "_"), names)
-            args += [spellings.get(part, part) for part in (option, *value)]
+            continue
+        if option.startswith("--") and name not in names:
+            similar = [SYNONYMS.get(name), *get_close_matches(name, names)]
+            hint = next((f": did you mean --{other}?" for other in similar if other in names), ";")
+            raise ValueError(f"there is no option --{name}{hint} --help lists all options")
+        args += [word] if option in texts else [spellings.get(part, part) for part in (option, *value)]
     return tyro.cli(
         type(default),
         args=args,
@@ -156,23 +149,12 @@ def parse(default, argv: list[str], description: str):
     )
 
 
-def check_option(option: str, names: set[str]):
-    """Raises ValueError for an unknown option; the message suggests a similar one."""
-    if option not in names:
-        similar = [SYNONYMS.get(option), *get_close_matches(option, names)]
-        hint = next((f": did you mean --{name}?" for name in similar if name in names), ";")
-        raise ValueError(f"there is no option --{option}{hint} --help lists all options")
-
-
 def constants_of(config) -> dict:
     """All constants, with paths in one spelling: ./x, x/, a link to x and its absolute path are the same data."""
-    constants = dict(vars(config))
+    constants, here = dict(vars(config)), Path.cwd().as_posix()
     for name in filter(constants.get, PATHS):
-        path = Path(constants[name]).resolve()
-        for folder in (PREPARED.resolve(), Path.cwd()):
-            if path.is_relative_to(folder):
-                path = path.relative_to(folder)
-        constants[name] = path.as_posix()
+        path = Path(constants[name]).resolve().as_posix()
+        constants[name] = path.removeprefix(f"{PREPARED.resolve().as_posix()}/").removeprefix(f"{here}/")
     return constants
 
 
@@ -183,10 +165,7 @@ def changed(config, presets: dict) -> dict:
 
 
 def unread(config) -> set[str]:
-    """The constants that this run does not read: as options they are refused, and they do not identify the run.
-
-    A router lists the constants that it reads; a Config may list others that are unused in its method `unread`.
-    """
+    """The constants that this run does not read: as options they are refused, and they do not identify the run."""
     unused = config.unread() if hasattr(config, "unread") else set()
     if not getattr(config, "relative_bias", True):
         unused |= {"rel_bias_lr"}

@@ -147,10 +147,7 @@ def load_checkpoint(file: Path) -> dict:
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
-    """-> name and content (on the CPU) of the first of these checkpoints that is intact; "" and {} if none exists.
-
-    Raises ValueError if all that exist are damaged.
-    """
+    """-> name and content of the first intact checkpoint; "" and {} if none exists, ValueError if all are damaged."""
     damaged = ""
     for file in filter(Path.exists, map(folder.joinpath, names)):
         try:

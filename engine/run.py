@@ -58,19 +58,17 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
-        init_from = Path(getattr(config, "init_from", None) or "")
-        if init_from.name and init_from.exists():  # else the result of an earlier run is shown
-            crc = 0
-            for x in pretrained.read(init_from).weights.values():
-                crc = zlib.crc32(x.flatten().view(torch.uint8).numpy(), crc)
-            self.identity["init_from_checksum"] = f"{crc:08x}"
+        if getattr(config, "init_from", None) and Path(config.init_from).exists():
+            weights = pretrained.read(Path(config.init_from)).weights.values()
+            checksums = [zlib.crc32(x.flatten().view(torch.uint8).numpy()) for x in weights]
+            self.identity["init_from_checksum"] = zlib.crc32(repr(checksums).encode())
         self.precision = str(context.dtype).removeprefix("torch.")  # --dtype auto depends on the machine
         self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
-            options = next(names for names in BATCHES if hasattr(config, names[0]))
-            batch, micro = (getattr(config, name) for name in options)
-            hint = "pass --{0} {2}, or a smaller --{1}".format(*options, -(-batch // (micro * world)) * micro * world)
+            batch, micro = next(names for names in BATCHES if hasattr(config, names[0]))
+            fits = math.ceil(micros / world) * world * getattr(config, micro)
+            hint = f"pass --{batch} {fits}, or a smaller --{micro}"
             raise ValueError(f"{micros} micro-batches a step do not divide evenly over {world} processes: {hint}")
         self.micros = range(context.rank, micros, world)  # of this process
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
@@ -167,10 +165,7 @@ class Run:
     # -- the steps
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops.
-
-        A checkpoint is saved before each step that an evaluation follows, so a kill during that loses only one step.
-        """
+        """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops."""
         self.received = 0  # the signal sent to this process, 0 for none
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
@@ -182,6 +177,7 @@ class Run:
         before = {number: signal.signal(number, self.on_signal) for number in SIGNALS if in_main}
         try:
             for step in self.bar:
+                # A kill during an evaluation loses only one step.
                 if self.evaluates_after(step + 1) and step not in (self.start, self.since):  # already saved
                     self.save_checkpoint(step)
                 if compiled and step == self.start + 2:  # tokens/s does not count the steps that compiled

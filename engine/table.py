@@ -119,10 +119,7 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
-    """The table that the config names, or one with a single row.
-
-    Raises ValueError if it does not exist, or if the command line sets a constant that its rows set or that none reads.
-    """
+    """The table that the config names, or one with a single row. Raises ValueError if an option contradicts it."""
     if not config.table:
         return Table(config.preset, ("run",), [((run_name(config, presets),), {})])
     if config.table not in tables:
