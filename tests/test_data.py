@@ -650,12 +650,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys)
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert list(files.progress(range(9), "counting")) == [*range(9)]
     assert list(files.progress(iter("abc"), "reading")) == [*"abc"]
-    assert capsys.readouterr().err.splitlines() == [
-        "counting: 3 of 9",
-        "counting: 5 of 9",
-        "counting: 7 of 9",
-        "reading: 3",
-    ]
+    lines = [*(f"counting: {n} of 9" for n in (3, 6, 9)), "reading: 3"]
+    assert capsys.readouterr().err.splitlines() == lines
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert list(files.progress(range(9), "counting")) == [*range(9)]
     assert capsys.readouterr().err == ""
