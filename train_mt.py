@@ -56,10 +56,10 @@ class Config:
     # the model
     n_layer: int = 4  # number of encoder blocks
     decoder_layers: int = 2  # number of decoder blocks
-    n_head: int = 4  # H, attention heads
-    n_embd: int = 64  # D, model width
+    n_head: int = 4  # number of attention heads (H)
+    n_embd: int = 64  # width of the model (D)
     ffn_size: int = 256  # inner width of a dense FFN
-    block_size: int = 32  # T, the longest source or translation; longer pairs are left out of training
+    block_size: int = 32  # longest source or translation in tokens (T); longer pairs are left out of training
     dropout: float = 0.0  # dropout after embeddings, attention and FFN
     init_std: float = 0.04  # standard deviation of initial weights
     # its experts: XMoE's, which replace FFNs, or X-MoE's, between encoder layers
@@ -73,25 +73,25 @@ class Config:
     capacity: float = 1.0  # XMoE: compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # capacity at test; None: the same
     moe_after: tuple[int, ...] = ()  # X-MoE: insert a sparse layer after each of these encoder layers, counted from 1
-    experts: int = 32  # X-MoE: E, experts per sparse layer
-    expert_size: int = 256  # X-MoE: F, inner width of an expert's FFNs
+    experts: int = 32  # X-MoE: number of experts per sparse layer (E)
+    expert_size: int = 256  # X-MoE: inner width of an expert's FFNs (F)
     expert_layers: int = 3  # X-MoE: pre-norm residual FFNs per expert
-    capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
-    top_k: int | None = None  # K, experts per token of topk; None: `split` for XMoE, 1 for X-MoE
-    threshold: float = 0.3  # t: the chosen experts' probabilities must sum to t; the paper: 0.9
+    capacity_factor: float = math.inf  # X-MoE: gamma, an expert serves at most gamma * S / E of S tokens; inf: no limit
+    top_k: int | None = None  # experts that topk chooses per token (K); None: `split` for XMoE, 1 for X-MoE
+    threshold: float = 0.3  # the chosen experts' probabilities must sum to this t; the paper: 0.9
     eval_threshold: float | None = None  # threshold at test; None: the same
-    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
-    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    routing_dim: int | None = None  # dimension that routers project to (d_e); 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # initial temperature tau_0 on a hypersphere; None: the paper's for the gate
     router_std: float = 0.04  # standard deviation of initial router weights
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss
+    balance_coef: float = 0.01  # weight of the balance loss (alpha)
     # training
     steps: int = 2000  # optimizer steps
     batch_tokens: int = 2048  # tokens per step over all processes, sources and translations with padding
     micro_tokens: int = 2048  # tokens per forward pass; changes results under a capacity limit
-    learning_rate: float = 4e-3  # peak learning rate
+    learning_rate: float = 4e-3  # learning rate at the end of the warm-up, its peak
     warmup_steps: int = 200  # steps of linear warm-up; then the rate falls as 1 / sqrt(step)
-    beta2: float = 0.98  # Adam's second beta
-    eps: float = 1e-8  # Adam's epsilon
+    beta2: float = 0.98  # Adam's beta2, the decay rate of its average of squared gradients
+    eps: float = 1e-8  # Adam's epsilon, added to the denominator of its update
     weight_decay: float = 1e-4  # weight decay of matrices and embeddings
     grad_clip: float = 0.0  # clip the gradient to this norm; 0: no clipping
     label_smoothing: float = 0.1  # share of the target probability that is spread over the vocabulary
@@ -100,7 +100,7 @@ class Config:
     eval_sentences: int = 100  # validation sentences to translate for BLEU, at most, per language pair
     log_every: int = 10  # report the training loss every N steps
     # translating
-    beam: int = 5  # beam size
+    beam: int = 5  # number of hypotheses per sentence in beam search
     length_penalty: float = 1.0  # exponent of the length that divides a translation's log probability
     translate: str | None = None  # do not train: translate the lines of this file (- for standard input)
     model: str = "out/train_mt/demo"  # folder of the run whose model translates

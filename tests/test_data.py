@@ -659,7 +659,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys)
 
 def test_the_command_runs_as_a_file_and_prints_any_name(tmp_path, model, paragraphs):
     """Also where the output's encoding lacks a character of the name."""
-    write_files(tmp_path, {"a.txt": paragraphs})
+    write_files(tmp_path, {"a.txt": "\n\n".join(paragraphs)})
     words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "имя"]
     line = [sys.executable, ROOT / "data" / "prepare.py", *words]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
