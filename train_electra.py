@@ -335,10 +335,8 @@ def train(config: Config, context) -> dict:
         data = open_data(config, context)
         # Evaluation always shows the mask, whatever --masks is. Without a capacity limit, scores do not depend on the
         # batch size, and larger batches are faster.
-        limited = math.isfinite(config.capacity_factor)
-        factor = 1 if limited else max(1, 4096 // config.micro_tokens)
-        eval_config = replace(config, masks="all", micro_tokens=factor * config.micro_tokens)
-        held_out = open_data(eval_config, context)
+        factor = 1 if math.isfinite(config.capacity_factor) else max(1, 4096 // config.micro_tokens)
+        held_out = open_data(replace(config, masks="all", micro_tokens=factor * config.micro_tokens), context)
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result
@@ -418,8 +416,7 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     seed_all(config.seed)
     model = context.place(NETWORKS[config.objective](config, data["pairs"].vocab_size))
     if config.frequency_bias:
-        generator = getattr(model, "generator", model)
-        generator.bias.data.copy_(data["sentences"].log_frequencies())
+        getattr(model, "generator", model).bias.data.copy_(data["sentences"].log_frequencies())
     return model
 
 

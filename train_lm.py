@@ -202,18 +202,15 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.eval()
     watches = [RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(2, dtype=torch.float64)  # cross entropy, tokens
-    batches = data.eval_batches(split, max_tokens, context.rank, context.world)
-    for number, (x, y) in enumerate(batches):
-        micro = context.rank + number * context.world
-        seed_all(model.config.seed, 0, 1 + micro)  # for routers that sample
+    for number, (x, y) in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
+        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for routers that sample
         x, y = context.send_all(x, y)
         with context.autocast():
             loss, _ = model(x, y)
         sums += y.numel() * torch.tensor([float(loss), 1.0], dtype=torch.float64)
     loss, tokens = context.sum(sums).tolist()
     model.train()
-    layers = [watch.finish(context.gather) for watch in watches]
-    scores = {"tokens": int(tokens), "layers": layers}
+    scores = {"tokens": int(tokens), "layers": [watch.finish(context.gather) for watch in watches]}
     return in_units(loss / tokens, data.eval_counts(split, max_tokens)) | scores
 
 
@@ -249,9 +246,8 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
-        parameters = flops.count_parameters(model)
         work = forward_flops(model)
-        size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
+        size = "{total:,} parameters, {active:,.0f} active per token".format(**flops.count_parameters(model))
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
         counting_losses = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
@@ -261,8 +257,7 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
-        rate = cosine(step, config.steps, config.warmup, peak, floor)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
@@ -279,26 +274,19 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    return run.finish(summary(model, data, counting_losses, context))
-
-
-def forward_flops(model: GPT) -> float:
-    """Forward FLOPs per token at full capacity."""
-    head = 2 * model.config.n_embd * model.vocab_size
-    return flops.flops_per_token(model, model.config, head)
-
-
-def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict:
-    """Test scores, counting baselines, and the tokens that choose few or many experts."""
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
     result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
     if model.moe_layers and type(model.moe_layers[-1].router).K is None:
-        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        easy, hard = easy_and_hard(model, batches, context)
+        easy, hard = easy_and_hard(model, [x for x, _ in data.eval_batches("test", 1 << 16)], context)
         result["easy"] = [data.tokenizer.decode([token]) for token in easy]
         result["hard"] = [data.tokenizer.decode([token]) for token in hard]
-    return result
+    return run.finish(result)
+
+
+def forward_flops(model: GPT) -> float:
+    """Forward FLOPs per token at full capacity."""
+    return flops.flops_per_token(model, model.config, 2 * model.config.n_embd * model.vocab_size)
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -314,10 +302,7 @@ def test(model: GPT, data: TokenData, context) -> dict:
 
 
 def evaluate_run(config: Config, context) -> dict:
-    """Tests a trained model with the eval_ constants' routing, or `--init_from` with any constants of these sizes.
-
-    Saves the scores in a file, for `--init_from` in a separate folder.
-    """
+    """Tests a trained model with the routing of the eval_ constants, or `--init_from` with any constants."""
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(replace(config, resume=True), PRESETS, context, data)
@@ -387,12 +372,8 @@ def report(config: Config, result: dict) -> str:
 
 
 def write_sample(folder: Path, config: Config, context):
-    """Prints a continuation of the prompt, sampled from the run in a folder.
-
-    Experts have no capacity limit; the threshold is `eval_threshold`. Prints nothing if there is no checkpoint, as
-    after evaluating `--init_from`.
-    """
-    if not (folder / "ckpt.pt").exists():
+    """Prints a continuation of the prompt, sampled from the run in a folder, without a capacity limit."""
+    if not (folder / "ckpt.pt").exists():  # as after evaluating `--init_from`
         return
     with clear_errors():
         model, tokenizer = pretrained.load(folder)

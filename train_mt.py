@@ -179,8 +179,7 @@ def table3(base: Config) -> Table:
                 change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
-            labels = method, experts, language, numbers
-            rows.append((labels, change | {"data": data}))
+            rows.append(((method, experts, language, numbers), change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
     return Table(title, ("method", "experts", "language", "paper"), rows)
 
@@ -264,11 +263,9 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             parent, token = index // V, index % V
             ends = token == tokenizer.eos
-            ended = ends & (best > -math.inf)
-            for i, j in ended[:, :K].nonzero().tolist():
+            for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
-                ids = written[i, parent[i, j], 1:].tolist()
-                finished[searched[i]].append((value, ids))
+                finished[searched[i]].append((value, written[i, parent[i, j], 1:].tolist()))
             # At most K of the 2 K best continuations end, one per beam, so at least K continue.
             continuing = ends.int().argsort(dim=1, stable=True)[:, :K]
             score = best.gather(1, continuing)
@@ -290,10 +287,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """Translates each text into one line of detokenized text; a text without tokens into an empty one.
-
-    limit: see `translate`. Processes share batches of similar lengths.
-    """
+    """Translates each text into one line of detokenized text; a text without tokens into an empty one."""
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     too_long = sum(len(text) > room for text in ids)
     if too_long:
@@ -315,10 +309,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score_split(model, data: TranslationData, split: str, config: Config, context, count=None, limit=True) -> dict:
-    """Translates the first `count` sentences per language pair (None: all) -> scores, examples, routing statistics.
-
-    limit: see `translate`.
-    """
+    """Translates the first `count` sentences per language pair (None: all) -> scores, examples, routing statistics."""
     watches = list(map(RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
@@ -485,15 +476,10 @@ def translate_file(config: Config, context):
         sys.stdout.reconfigure(encoding="utf-8")
     model = context.place(model)
     done = 0
-
-    def on_signal(number: int, frame):
-        stop(number, f" after {done:,} of {len(lines):,} lines", "their translations are written")
-
     for number in SIGNALS:
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda number, _: stop(number, f" after {done:,} lines", "they are translated"))
     for done in range(0, len(lines), AT_ONCE):
-        translations = translate_texts(model, lines[done : done + AT_ONCE], tokenizer, config, context)
-        context.say("\n".join(translations))
+        context.say("\n".join(translate_texts(model, lines[done : done + AT_ONCE], tokenizer, config, context)))
     context.barrier()  # processes exit together: see engine/table.py
 
 

@@ -100,15 +100,13 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
     if max_tokens is None:
         return np.arange(len(language))
     order = index_within(language).argsort(kind="stable")
-    enough = (lengths[order].cumsum() <= max_tokens).sum()
-    return order[: max(1, enough)]
+    return order[: max(1, (lengths[order].cumsum() <= max_tokens).sum())]
 
 
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     """(N,) int64, the concatenated tokens of texts. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    index = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return tokens[index].astype(np.int64)
+    return tokens[np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)].astype(np.int64)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
@@ -184,8 +182,7 @@ class MaskedData(Prepared):
         sizes = np.minimum(count, self.block_size - 1)
         starts = first + rng.integers(count - sizes + 1)
         rows = Spans(language, starts[:, None], sizes[:, None])
-        random = rng.random((DRAWS, rows.lengths.sum()))
-        return self.mask_rows(split, rows, random, width=self.block_size)
+        return self.mask_rows(split, rows, rng.random((DRAWS, rows.lengths.sum())), width=self.block_size)
 
     def all_rows(self, split) -> Spans:
         """The text of every language in consecutive rows. A language's last row may be shorter."""
@@ -232,8 +229,7 @@ class MaskedData(Prepared):
         for starts, sizes in zip(rows.starts, rows.sizes):
             drawn.append(np.zeros((DRAWS, 1)))  # for `<s>`, which is never masked
             for start, size in zip(starts, sizes):
-                rng = np.random.default_rng((EVALUATION, k, start))
-                drawn.append(rng.random((DRAWS, size)))
+                drawn.append(np.random.default_rng((EVALUATION, k, start)).random((DRAWS, size)))
         return np.concatenate(drawn, axis=1)
 
     def mask_rows(self, split, rows: Spans, random: ndarray, to_mask=None, width=0) -> Masked:
@@ -282,22 +278,17 @@ class PairData(MaskedData):
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Spans]:
-        """POOL_MICROS micro-batches: pairs are drawn, sorted by length and cut into batches, which are shuffled.
-
-        There are always a few batches too many; random ones are dropped, so that no length is preferred.
-        """
+        """POOL_MICROS micro-batches: pairs are drawn, sorted by length and cut; random batches of these are kept."""
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
-            language = self.draw_languages(rng, split, count=256)
-            first, count = self.streams[split][language].T
+            first, count = self.streams[split][self.draw_languages(rng, split, count=256)].T
             drawn.append(self.pairs(split, first + rng.integers(count)))
             tokens += drawn[-1].lengths.sum()
         rows = Spans(*map(np.concatenate, zip(*drawn)))
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
-        order = rng.permutation(len(micros))[:POOL_MICROS]
-        return [rows.take(micros[index]) for index in order]
+        return [rows.take(micros[index]) for index in rng.permutation(len(micros))[:POOL_MICROS]]
 
     def all_rows(self, split) -> Spans:
         return self.pairs(split, np.arange(self.meta["splits"][split]["pairs"]))
@@ -358,8 +349,7 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
-            longest = self.pairs(split, numbers).sizes.max(axis=1)
-            fitting.append(numbers[longest <= self.block_size])
+            fitting.append(numbers[self.pairs(split, numbers).sizes.max(axis=1) <= self.block_size])
         counts = list(map(len, fitting))
         if not sum(counts) or (split == "train" and not min(counts)):
             pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
@@ -368,8 +358,7 @@ class TranslationData(Prepared):
 
     def batch(self, split, step, micro=0) -> Translation:
         """A micro-batch for training, of pairs of about equal length."""
-        micros_per_pass = len(self.order(split, 0))
-        number, index = divmod(step * self.micros_per_step + micro, micros_per_pass)
+        number, index = divmod(step * self.micros_per_step + micro, len(self.order(split, 0)))
         micros = self.order(split, number)
         # With an exponent, passes differ by a few micro-batches from the first one: skip or repeat those.
         return self.translation(split, micros[index % len(micros)])
@@ -383,8 +372,7 @@ class TranslationData(Prepared):
         counts = np.maximum(np.rint(shares * sizes.sum()), sizes > 0).astype(np.int64)
         drawn = []
         for numbers, count in zip(fitting, counts):
-            turns = np.arange(number * count, (number + 1) * count)
-            drawn.append(numbers[turns % max(1, len(numbers))])
+            drawn.append(numbers[np.arange(number * count, (number + 1) * count) % max(1, len(numbers))])
         micros = self.sort_and_cut(split, rng.permutation(np.concatenate(drawn)))
         return [micros[index] for index in rng.permutation(len(micros))]
 
@@ -393,8 +381,7 @@ class TranslationData(Prepared):
         descend at even ones, so that neighbours are similar where the source length changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
-        zigzag = np.where(source % 2, target, -target)
-        order = np.lexsort((zigzag, -source))
+        order = np.lexsort((np.where(source % 2, target, -target), -source))
         return [numbers[order[batch]] for batch in cut(sizes[order], self.micro_tokens)]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
@@ -413,8 +400,7 @@ class TranslationData(Prepared):
         numbers = self.eval_pairs(split, max_tokens)
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
         texts = [text for language in self.languages for text in self.texts(split, language)[1]]
-        size = sum(len(texts[number].encode()) for number in numbers)
-        return {"tokens": int(tokens), "bytes": size}
+        return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but with the source first."""
@@ -450,5 +436,4 @@ def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
     order = np.argsort(-lengths, kind="stable")
     for batch in cut(lengths[order, None], micro_tokens):
         numbers = order[batch].tolist()
-        rows = [[*ids[number], eos] for number in numbers]
-        yield numbers, pad_rows(np.concatenate(rows), lengths[numbers], pad)
+        yield numbers, pad_rows(np.concatenate([[*ids[number], eos] for number in numbers]), lengths[numbers], pad)

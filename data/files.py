@@ -36,8 +36,7 @@ Records = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, seco
 
 def split_of(key: str, valid: float, test: float) -> str:
     """The split chosen by a hash of `key`, given the shares of valid and test. Equal keys share a split."""
-    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-    share = int.from_bytes(digest[:8], "big") / 2**64
+    share = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big") / 2**64
     if share < valid:
         return "valid"
     return "test" if share < valid + test else "train"
@@ -108,8 +107,7 @@ def uncompressed_name(path: Path) -> str:
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 file, each ending in a line feed, without a byte order mark.
 
-    Lines may end in CR LF. A lone CR ends a line only if the file has no line feed; otherwise it is text, so that the
-    files of a language pair stay aligned.
+    Lines may end in CR LF. A lone CR ends a line only in a file without line feeds, so that files stay aligned.
     """
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
@@ -129,11 +127,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
-    """The documents of a file: the rows of Parquet or JSON lines, the blocks or lines of plain text.
-
-    The file name determines the format. In plain text, blocks between blank lines are documents if the blank lines are
-    regular or `blocks` is true; otherwise lines are.
-    """
+    """The rows of Parquet or JSON lines, or of plain text the blocks between regular blank lines, else the lines."""
     name = uncompressed_name(path).lower()
     if UNREAD.search(name):
         raise ValueError(f"{path}: unsupported format; pass plain text, JSON lines or Parquet (plain, .gz or .xz)")

@@ -120,8 +120,8 @@ class Prepared:
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
         """Opens the corpus or prepared folder `name` (see `ready`) with the sizes in a script's config."""
-        run = getattr(config, "init_from", None)
-        folder = ready(name, cls.kind, context.rank == 0, run, getattr(config, "out_dir", ""))
+        where = getattr(config, "init_from", None), getattr(config, "out_dir", "")
+        folder = ready(name, cls.kind, context.rank == 0, *where)
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
@@ -160,8 +160,7 @@ class Prepared:
     def log_frequencies(self) -> Tensor:
         """(V,) log share of each token in the training text, estimated from at most 16 million tokens."""
         tokens = self.tokens["train"]
-        every = 1 + len(tokens) // 2**24
-        counts = np.bincount(tokens[::every], minlength=self.vocab_size) + 1
+        counts = np.bincount(tokens[:: 1 + len(tokens) // 2**24], minlength=self.vocab_size) + 1
         return torch.from_numpy(np.log(counts / counts.sum())).float()
 
     def stream(self, split, language: str) -> tuple[int, int]:

@@ -229,8 +229,7 @@ class SplitWriter:
 
     def begin_language(self) -> dict[str, int]:
         """The counts of the next language, updated by `append`, and `first`, the index of its first token or pair."""
-        unit = "pairs" if self.index else "tokens"
-        first = sum(count[unit] for count in self.counts)
+        first = sum(count["pairs" if self.index else "tokens"] for count in self.counts)
         self.counts.append(Counter({"first": first, "tokens": 0, "words": 0, "bytes": 0, self.unit: 0}))
         return self.counts[-1]
 

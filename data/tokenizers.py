@@ -173,8 +173,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
         # SentencePiece skips lines longer than a mebibyte
         lines += chain.from_iterable(map(parts, text.split("\n")))
     if vocab_size is None:
-        merges = isqrt(sum(map(len, lines)))
-        vocab_size = 260 + len(set().union(*lines)) + merges + kind.added
+        vocab_size = 260 + len(set().union(*lines)) + isqrt(sum(map(len, lines))) + kind.added
         options["hard_vocab_limit"] = False  # repetitive text has fewer merges
     file = io.BytesIO()
     pieces = vocab_size - kind.added
@@ -209,13 +208,9 @@ def gpt2() -> GPT2:
 
 
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
-    """The tokenizer in a file (*.model: SentencePiece, otherwise GPT-2's rank file) or in a folder.
-
-    Kind "xlmr" or the file name xlmr.model selects XLM-R's ids. Raises FileNotFoundError or ValueError.
-    """
+    """The tokenizer in a folder or file; kind "xlmr" selects XLM-R's ids. Raises FileNotFoundError or ValueError."""
     path = Path(path)
-    filenames = [cls.filename for cls in KINDS.values() if (path / cls.filename).is_file()]
-    path = path.joinpath(*filenames)
+    path = path.joinpath(*[cls.filename for cls in KINDS.values() if (path / cls.filename).is_file()])
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     cls = SentencePiece if path.suffix == ".model" else GPT2

@@ -105,8 +105,7 @@ def command_line(Config: type, presets: dict, argv: list[str]):
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     router = router or presets[preset].get("router", getattr(Config, "router", "dense"))
     Config = with_constants(Config, router)
-    default = Config(**{"preset": preset} | presets[preset])
-    config = parse(default, argv, sys.modules[Config.__module__].__doc__)
+    config = parse(Config(**{"preset": preset} | presets[preset]), argv, sys.modules[Config.__module__].__doc__)
     check(config)
     if not config.table or getattr(config, "translate", None):  # rows of a table are different models
         refuse(config, presets, unread(config))

@@ -49,8 +49,7 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         fail(" ".join(str(error).split()))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
-        no_memory = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
-        if no_memory or isinstance(error, MemoryError):
+        if re.search("(not enough|out of|allocate) memory|overflow", text, re.I) or isinstance(error, MemoryError):
             fail(f"out of memory: make the model or its batches smaller ({text})")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile failed: install the compiler it needs, or pass --compile false ({text})")

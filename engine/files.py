@@ -30,8 +30,6 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
 
     The plain name is `run_name`. If another run has taken it, for example before a default was edited, eight digits of
     a hash of the constants are appended. To resume a run in a folder with any other name, rename the folder.
-
-    constants: `identity` and checksums of the data. Raises ValueError if config.json is not readable.
     """
     plain = Path(config.out_dir, run_name(config, presets))
     if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
@@ -53,10 +51,7 @@ def differing(recorded: dict | None, current: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers depend on: model.py, its router, the script's functions and classes.
-
-    Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
-    """
+    """Checksums of model.py, the run's router and the script, without comments, docstrings and the script's Config."""
     Config = type(config)
     router = getattr(config, "router", "") or read_json(Path(config.model, "config.json")).get("router", "dense")
     used = set() if router == "dense" else {cls.__name__ for cls in find_router(router).__mro__}

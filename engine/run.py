@@ -104,10 +104,7 @@ class Run:
             self.code[name] += f", before {old_code[name]}"  # trained by both versions
 
     def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
-        """Creates the folder, and restores model, optimizer and log from the checkpoint.
-
-        flops_per_token: forward; loss_in_words: formats the training loss, preferably in the evaluation's unit.
-        """
+        """Creates the folder, and restores model, optimizer and log from the checkpoint. flops_per_token: forward."""
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
@@ -281,8 +278,7 @@ class Run:
     def save_checkpoint(self, done: int):
         """Saves what it takes to resume, or ends a run whose weights are not finite. One file is always intact."""
         begun, window = time.perf_counter(), self.window()
-        weights_sum = sum(p.detach().sum() for p in self.model.parameters())
-        self.check_finite(window["loss_sum"] + float(weights_sum), done)
+        self.check_finite(window["loss_sum"] + float(sum(p.detach().sum() for p in self.model.parameters())), done)
         self.check_buffers()
         state = {"seconds": self.seconds, "log": self.log, "window": window, "extra": self.extra}
         state |= {"precision": self.precision, "code": self.code}

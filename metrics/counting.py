@@ -58,8 +58,7 @@ def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
     single = unigrams(seen[1], V)
     total = 0.0
     for token in progress(first.unique(), "counting", leave=False):
-        p = interpolated(following(token), single)
-        total -= float(p[second[first == token]].log().sum())
+        total -= float(interpolated(following(token), single)[second[first == token]].log().sum())
     return total / len(first)
 
 
@@ -102,9 +101,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
         for m, target in enumerate(batch.targets):
             language = batch.language[m]
             single = singles[language]
-            after = interpolated(following(left[m]), single)
-            before = interpolated(preceding(right[m]), single)
-            both = after * before / single
+            both = interpolated(following(left[m]), single) * interpolated(preceding(right[m]), single) / single
             for totals, p in zip(sums, (single.clone(), both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()

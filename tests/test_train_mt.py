@@ -440,7 +440,7 @@ def test_a_stopped_translation_has_written_what_was_done(trained, tmp_path, monk
     out, err = capsys.readouterr()
     assert stop.value.code == 128 + signal.SIGTERM
     assert out.splitlines() == whole[:6]
-    assert "stopped after 6 of 10 lines; their translations are written\n" in err
+    assert "stopped after 6 lines; they are translated\n" in err
     monkeypatch.setattr(train_mt, "translate", translate)
     run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
     assert capsys.readouterr().out.splitlines() == whole
