@@ -60,27 +60,27 @@ class Config:
     test_examples: int | None = None  # at most this many per language and of the development set; submissions need all
     # training
     frozen: bool = True  # freeze routers and experts (X-MoE 3.3); the balance loss still trains the other weights
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss of sparse layers
+    balance_coef: float = 0.01  # weight of the balance loss of sparse layers (alpha)
     epochs: int = 8  # passes through the training rows
     batch_size: int = 16  # rows per step, over all processes and micro-batches
     micro_size: int = 16  # rows of one forward pass
     block_size: int | None = None  # maximum tokens per row; None: the encoder's
     stride: int = 128  # tokens between the starts of two windows of a long text; at most half a row
     longest_answer: int = 30  # maximum tokens per answer
-    learning_rate: float = 2e-3  # peak
-    warmup: float = 0.1  # share of the steps; then linear decay to 0
-    beta2: float = 0.999  # Adam
-    eps: float = 1e-8  # Adam
-    weight_decay: float = 0.0  # of matrices and embeddings
+    learning_rate: float = 2e-3  # learning rate at the end of the warm-up, its peak
+    warmup: float = 0.1  # share of steps for linear warm-up; then linear decay to 0
+    beta2: float = 0.999  # Adam's beta2, the decay rate of its average of squared gradients
+    eps: float = 1e-8  # Adam's epsilon, added to the denominator of its update
+    weight_decay: float = 0.0  # weight decay of matrices and embeddings
     grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
-    dropout: float = 0.0  # in the encoder, and in the head for tags and labels
-    seed: int = 0  # of the head's weights, data order and dropout
+    dropout: float = 0.0  # dropout in the encoder, and in the head for tags and labels
+    seed: int = 0  # seed of the head's weights, data order and dropout
     log_every: int = 10  # show the loss every this many steps
     # where and how
     out_dir: str = "out/finetune_xtreme"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 if it is fast
-    compile: bool | None = None  # torch.compile; None: on a GPU in bfloat16
+    compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
     resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:

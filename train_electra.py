@@ -47,21 +47,21 @@ class Config:
     seeds: int = 1  # train this many seeds and report mean and standard deviation
     data: str = "ciphers"  # a multilingual corpus under data/prepared, or the folder of a prepared one
     pairs: str = "ciphers-pairs"  # translation pairs under data/prepared, or the folder of a prepared corpus
-    sampling_exponent: float = 0.7  # alpha of eq. 9: a language is sampled in proportion to its size to this power
+    sampling_exponent: float = 0.7  # a language is sampled in proportion to its size to this power
     seed: int = 0  # seed of weights, data order, masks, sampled tokens and dropout
     # what is learned
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers without a discriminator
     tlm: bool = True  # train on translation pairs too (TLM and TRTD); false: on sentences only
-    lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; 50 as in the paper slows the generator
+    lambda_disc: float = 1.0  # weight of the discriminator's losses (lambda); 50 as in the paper slows the generator
     mask_share: float = 0.4  # share of tokens to mask; with the paper's 0.15 the demo learns less
     masks: Literal["all", "bert", "electra"] = "all"  # what replaces masked tokens in training: see MASKS
     # the model
     generator_layers: int = 4  # generator layers, of the same width; with 2 the demo aligns its languages too late
     n_layer: int = 4  # discriminator layers, not counting sparse ones
-    n_head: int = 4  # H, attention heads
-    n_embd: int = 64  # D, model width
+    n_head: int = 4  # number of attention heads (H)
+    n_embd: int = 64  # width of the model (D)
     ffn_size: int = 256  # inner width of an FFN
-    block_size: int = 32  # T, the longest row; with longer rows the demo aligns its languages later
+    block_size: int = 32  # longest row in tokens (T); with longer rows the demo aligns its languages later
     dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN; none in sparse layers
     init_std: float = 0.05  # standard deviation of initial weights; at 0.02 a narrow discriminator learns later
     frequency_bias: bool = True  # initialize the generator's output bias to the log frequencies of the training tokens
@@ -71,25 +71,25 @@ class Config:
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
     moe_after: tuple[int, ...] = (2,)  # insert a sparse layer after each of these layers, counted from 1
-    experts: int = 32  # E, experts per sparse layer
-    expert_size: int = 128  # F, inner width of an expert's FFNs
+    experts: int = 32  # number of experts per sparse layer (E)
+    expert_size: int = 128  # inner width of an expert's FFNs (F)
     expert_layers: int = 3  # pre-norm residual FFNs per expert; 0: one plain FFN
-    top_k: int = 1  # K, experts per token
+    top_k: int = 1  # experts that a token may choose (K)
     capacity_factor: float = float("inf")  # gamma: an expert serves at most gamma * S / E of S tokens; inf: no limit
-    threshold: float = 0.9  # t of XMoE's router: the chosen experts' probabilities must sum to t
+    threshold: float = 0.9  # for XMoE's router: the chosen experts' probabilities must sum to this t
     eval_threshold: float | None = None  # threshold at test; None: the same
-    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
-    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    routing_dim: int | None = None  # dimension that routers project to (d_e); 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # initial temperature tau_0 on a hypersphere; None: the paper's for the gate
     router_std: float = 0.02  # standard deviation of the router's initial projection
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss
+    balance_coef: float = 0.01  # weight of the balance loss (alpha)
     # training
     steps: int = 4000  # optimizer steps
     batch_tokens: int = 512  # tokens of sentences per step, over all processes, and as many tokens of pairs
     micro_tokens: int = 512  # tokens per forward pass; changes results under a capacity limit
-    learning_rate: float = 1.5e-3  # peak learning rate
+    learning_rate: float = 1.5e-3  # learning rate at the end of the warm-up, its peak
     rel_bias_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
     warmup: float = 0.1  # share of steps for linear warm-up; then linear decay to 0
-    beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
+    beta2: float = 0.999  # Adam's beta2 (decay of squared gradients); high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rare tokens have small gradients
     weight_decay: float = 0.01  # weight decay of matrices and embeddings
     grad_clip: float = 2.0  # clip the gradient to this norm; 0: no clipping
@@ -336,8 +336,7 @@ def train(config: Config, context) -> dict:
         # Evaluation always shows the mask, whatever --masks is. Without a capacity limit, scores do not depend on the
         # batch size, and larger batches are faster.
         factor = 1 if math.isfinite(config.capacity_factor) else max(1, 4096 // config.micro_tokens)
-        eval_config = replace(config, masks="all", micro_tokens=factor * config.micro_tokens)
-        held_out = open_data(eval_config, context)
+        held_out = open_data(replace(config, masks="all", micro_tokens=factor * config.micro_tokens), context)
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result

@@ -47,10 +47,10 @@ class Config:
     seed: int = 0  # seed of weights, data order and dropout
     # the model
     n_layer: int = 4  # number of blocks
-    n_head: int = 4  # H, attention heads
-    n_embd: int = 128  # D, model width
+    n_head: int = 4  # number of attention heads (H)
+    n_embd: int = 128  # width of the model (D)
     ffn_size: int = 512  # inner width of a dense FFN
-    block_size: int = 256  # T, the longest sequence
+    block_size: int = 256  # longest sequence in tokens (T)
     dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN
     init_std: float = 0.03  # standard deviation of initial weights
     frequency_bias: bool = True  # add an output bias, initialized to the log frequencies of the training tokens
@@ -61,24 +61,24 @@ class Config:
     moe_every: int = 2  # every N-th block has experts instead of an FFN
     expert_ffns: int = 8  # a sparse layer has the parameters of this many dense FFNs
     split: int | None = None  # parts of a split FFN: expert_ffns * split experts (eq. 6); None: the router's default
-    top_k: int | None = None  # K, experts per token of topk; None: `split`, for equal FLOPs
+    top_k: int | None = None  # experts that topk chooses per token (K); None: `split`, for equal FLOPs
     capacity: float = 1.0  # compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # capacity at test; None: the same
-    threshold: float = 0.3  # t: the chosen experts' probabilities must sum to t (eq. 5); the paper: 0.9
+    threshold: float = 0.3  # the chosen experts' probabilities must sum to this t (eq. 5); the paper: 0.9
     eval_threshold: float | None = None  # threshold at test; None: the same
-    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
-    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    routing_dim: int | None = None  # dimension that routers project to (d_e); 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # initial temperature tau_0 on a hypersphere; None: the paper's for the gate
     router_std: float = 0.1  # standard deviation of initial router weights
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 7)
+    balance_coef: float = 0.01  # weight of the balance loss (alpha, eq. 7)
     # training
     steps: int = 1400  # optimizer steps
     batch_tokens: int = 1024  # tokens per step, over all processes and micro-batches
     micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
-    learning_rate: float = 3e-3  # peak learning rate
-    min_learning_rate: float = 3e-5  # learning rate at the end of the cosine
+    learning_rate: float = 3e-3  # learning rate at the end of the warm-up, its peak
+    min_learning_rate: float = 3e-5  # learning rate at the last step, where the cosine decay ends
     warmup: float = 0.1  # share of steps for linear warm-up
-    beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
-    eps: float = 1e-8  # Adam's epsilon
+    beta2: float = 0.999  # Adam's beta2 (decay of squared gradients); high, since tokens are rare in small batches
+    eps: float = 1e-8  # Adam's epsilon, added to the denominator of its update
     weight_decay: float = 0.1  # weight decay of matrices and embeddings
     grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
     eval_every: int = 350  # evaluate and save a checkpoint every N steps
@@ -86,7 +86,7 @@ class Config:
     log_every: int = 10  # report the training loss every N steps
     # a sample of the trained model
     prompt: str = ""  # text to continue
-    sample_tokens: int = 120  # tokens of the sample, at most
+    sample_tokens: int = 120  # length of the sample in tokens, at most
     sample_temperature: float = 0.8  # softmax temperature of the sample
     sample_top_k: int = 50  # sample from this many of the most probable tokens
     sample_seed: int = 0  # seed of the sample
@@ -213,8 +213,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         sums += y.numel() * torch.tensor([float(loss), 1.0], dtype=torch.float64)
     loss, tokens = context.sum(sums).tolist()
     model.train()
-    layers = [watch.finish(context.gather) for watch in watches]
-    scores = {"tokens": int(tokens), "layers": layers}
+    scores = {"tokens": int(tokens), "layers": [watch.finish(context.gather) for watch in watches]}
     return in_units(loss / tokens, data.eval_counts(split, max_tokens)) | scores
 
 
@@ -250,9 +249,8 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
-        parameters = flops.count_parameters(model)
         work = forward_flops(model)
-        size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
+        size = "{total:,} parameters, {active:,.0f} active per token".format(**flops.count_parameters(model))
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
         counting_losses = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
@@ -262,8 +260,7 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
-        rate = cosine(step, config.steps, config.warmup, peak, floor)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
@@ -280,26 +277,19 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    return run.finish(summary(model, data, counting_losses, context))
-
-
-def forward_flops(model: GPT) -> float:
-    """Forward FLOPs per token at full capacity."""
-    head = 2 * model.config.n_embd * model.vocab_size
-    return flops.flops_per_token(model, model.config, head)
-
-
-def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict:
-    """Test scores, counting baselines, and the tokens that choose few or many experts."""
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
     result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
     if model.moe_layers and type(model.moe_layers[-1].router).K is None:
-        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        easy, hard = easy_and_hard(model, batches, context)
+        easy, hard = easy_and_hard(model, [x for x, _ in data.eval_batches("test", 1 << 16)], context)
         result["easy"] = [data.tokenizer.decode([token]) for token in easy]
         result["hard"] = [data.tokenizer.decode([token]) for token in hard]
-    return result
+    return run.finish(result)
+
+
+def forward_flops(model: GPT) -> float:
+    """Forward FLOPs per token at full capacity."""
+    return flops.flops_per_token(model, model.config, 2 * model.config.n_embd * model.vocab_size)
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -315,10 +305,7 @@ def test(model: GPT, data: TokenData, context) -> dict:
 
 
 def evaluate_run(config: Config, context) -> dict:
-    """Tests a trained model with the eval_ constants' routing, or `--init_from` with any constants of these sizes.
-
-    Saves the scores in a file, for `--init_from` in a separate folder.
-    """
+    """Tests a trained model with the routing of the eval_ constants, or `--init_from` with any constants."""
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(replace(config, resume=True), PRESETS, context, data)
@@ -388,12 +375,8 @@ def report(config: Config, result: dict) -> str:
 
 
 def write_sample(folder: Path, config: Config, context):
-    """Prints a continuation of the prompt, sampled from the run in a folder.
-
-    Experts have no capacity limit; the threshold is `eval_threshold`. Prints nothing if there is no checkpoint, as
-    after evaluating `--init_from`.
-    """
-    if not (folder / "ckpt.pt").exists():
+    """Prints a continuation of the prompt, sampled from the run in a folder, without a capacity limit."""
+    if not (folder / "ckpt.pt").exists():  # as after evaluating `--init_from`
         return
     with clear_errors():
         model, tokenizer = pretrained.load(folder)

@@ -15,6 +15,7 @@ out/train_mt/NAME; the same command resumes it. `--help` lists all constants.
 """
 
 import math
+import signal
 import sys
 from collections import ChainMap
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
-from engine.run import Run
+from engine.run import SIGNALS, Run, stop
 from engine.table import Table, carry_out, start
 from metrics import bits_per_byte, flops, perplexity
 from metrics.bleu import mean, score_counting, score_translations
@@ -56,10 +57,10 @@ class Config:
     # the model
     n_layer: int = 4  # number of encoder blocks
     decoder_layers: int = 2  # number of decoder blocks
-    n_head: int = 4  # H, attention heads
-    n_embd: int = 64  # D, model width
+    n_head: int = 4  # number of attention heads (H)
+    n_embd: int = 64  # width of the model (D)
     ffn_size: int = 256  # inner width of a dense FFN
-    block_size: int = 32  # T, the longest source or translation; longer pairs are left out of training
+    block_size: int = 32  # longest source or translation in tokens (T); longer pairs are left out of training
     dropout: float = 0.0  # dropout after embeddings, attention and FFN
     init_std: float = 0.04  # standard deviation of initial weights
     # its experts: XMoE's, which replace FFNs, or X-MoE's, between encoder layers
@@ -73,25 +74,25 @@ class Config:
     capacity: float = 1.0  # XMoE: compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # capacity at test; None: the same
     moe_after: tuple[int, ...] = ()  # X-MoE: insert a sparse layer after each of these encoder layers, counted from 1
-    experts: int = 32  # X-MoE: E, experts per sparse layer
-    expert_size: int = 256  # X-MoE: F, inner width of an expert's FFNs
+    experts: int = 32  # X-MoE: number of experts per sparse layer (E)
+    expert_size: int = 256  # X-MoE: inner width of an expert's FFNs (F)
     expert_layers: int = 3  # X-MoE: pre-norm residual FFNs per expert
-    capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
-    top_k: int | None = None  # K, experts per token of topk; None: `split` for XMoE, 1 for X-MoE
-    threshold: float = 0.3  # t: the chosen experts' probabilities must sum to t; the paper: 0.9
+    capacity_factor: float = math.inf  # X-MoE: gamma, an expert serves at most gamma * S / E of S tokens; inf: no limit
+    top_k: int | None = None  # experts that topk chooses per token (K); None: `split` for XMoE, 1 for X-MoE
+    threshold: float = 0.3  # the chosen experts' probabilities must sum to this t; the paper: 0.9
     eval_threshold: float | None = None  # threshold at test; None: the same
-    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
-    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    routing_dim: int | None = None  # dimension that routers project to (d_e); 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # initial temperature tau_0 on a hypersphere; None: the paper's for the gate
     router_std: float = 0.04  # standard deviation of initial router weights
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss
+    balance_coef: float = 0.01  # weight of the balance loss (alpha)
     # training
     steps: int = 2000  # optimizer steps
     batch_tokens: int = 2048  # tokens per step over all processes, sources and translations with padding
     micro_tokens: int = 2048  # tokens per forward pass; changes results under a capacity limit
-    learning_rate: float = 4e-3  # peak learning rate
+    learning_rate: float = 4e-3  # learning rate at the end of the warm-up, its peak
     warmup_steps: int = 200  # steps of linear warm-up; then the rate falls as 1 / sqrt(step)
-    beta2: float = 0.98  # Adam's second beta
-    eps: float = 1e-8  # Adam's epsilon
+    beta2: float = 0.98  # Adam's beta2, the decay rate of its average of squared gradients
+    eps: float = 1e-8  # Adam's epsilon, added to the denominator of its update
     weight_decay: float = 1e-4  # weight decay of matrices and embeddings
     grad_clip: float = 0.0  # clip the gradient to this norm; 0: no clipping
     label_smoothing: float = 0.1  # share of the target probability that is spread over the vocabulary
@@ -100,9 +101,9 @@ class Config:
     eval_sentences: int = 100  # validation sentences to translate for BLEU, at most, per language pair
     log_every: int = 10  # report the training loss every N steps
     # translating
-    beam: int = 5  # beam size
+    beam: int = 5  # number of hypotheses per sentence in beam search
     length_penalty: float = 1.0  # exponent of the length that divides a translation's log probability
-    translate: str | None = None  # do not train: translate the lines of this file with a trained model
+    translate: str | None = None  # do not train: translate the lines of this file (- for standard input)
     model: str = "out/train_mt/demo"  # folder of the run whose model translates
     # where and how
     out_dir: str = "out/train_mt"  # folder of all runs
@@ -265,8 +266,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             ends = token == tokenizer.eos
             for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
-                ids = written[i, parent[i, j], 1:].tolist()
-                finished[searched[i]].append((value, ids))
+                finished[searched[i]].append((value, written[i, parent[i, j], 1:].tolist()))
             # At most K of the 2 K best continuations end, one per beam, so at least K continue.
             continuing = ends.int().argsort(dim=1, stable=True)[:, :K]
             score = best.gather(1, continuing)
@@ -288,10 +288,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """Translates each text into one line of detokenized text; a text without tokens into an empty one.
-
-    limit: see `translate`. Processes share batches of similar lengths.
-    """
+    """Translates each text into one line of detokenized text; a text without tokens into an empty one."""
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     too_long = sum(len(text) > room for text in ids)
     if too_long:
@@ -313,10 +310,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score_split(model, data: TranslationData, split: str, config: Config, context, count=None, limit=True) -> dict:
-    """Translates the first `count` sentences per language pair (None: all) -> scores, examples, routing statistics.
-
-    limit: see `translate`.
-    """
+    """Translates the first `count` sentences per language pair (None: all) -> scores, examples, routing statistics."""
     watches = list(map(RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
@@ -469,17 +463,25 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
+AT_ONCE = 500  # lines that are translated before the first of them is printed
+
+
 def translate_file(config: Config, context):
     """Prints the translation of each line of a file; empty lines stay empty."""
     with clear_errors():
         model, tokenizer = pretrained.load(config.model)  # the best weights, or the latest of an unfinished run
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is not a translator: pass --model the folder of a train_mt.py run")
-        lines = list(map(str.strip, read_lines(Path(config.translate))))
+        lines = [*map(str.strip, read_lines(Path(config.translate)))] if context.rank == 0 else []
+    [lines, *_] = context.gather(lines)  # standard input can be read only once
     if not sys.stdout.isatty():  # to a file: UTF-8 in any locale
         sys.stdout.reconfigure(encoding="utf-8")
-    translations = translate_texts(context.place(model), lines, tokenizer, config, context)
-    context.say("\n".join(translations))
+    model = context.place(model)
+    done = 0
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: stop(number, f" after {done:,} lines", "they are translated"))
+    for done in range(0, len(lines), AT_ONCE):
+        context.say("\n".join(translate_texts(model, lines[done : done + AT_ONCE], tokenizer, config, context)))
     context.barrier()  # processes exit together: see engine/table.py
 
 

@@ -305,6 +305,7 @@ def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | No
 def corpus_of(model: SparseModel, folder: str, constants: dict, context: Context) -> TokenData | MaskedData:
     """The corpus a run was trained on (XLM-E: the sentences). Raises ValueError or OSError if missing or changed."""
     config = model.config
+    config.out_dir = Path(folder).parent
     if isinstance(model, GPT):
         data = TokenData.open(config.data, config, context)
     else:

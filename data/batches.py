@@ -106,8 +106,7 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     """(N,) int64, the concatenated tokens of texts. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    index = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return tokens[index].astype(np.int64)
+    return tokens[np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)].astype(np.int64)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
@@ -182,8 +181,7 @@ class MaskedData(Prepared):
         sizes = np.minimum(count, self.block_size - 1)
         starts = first + rng.integers(count - sizes + 1)
         rows = Spans(language, starts[:, None], sizes[:, None])
-        random = rng.random((DRAWS, rows.lengths.sum()))
-        return self.mask_rows(split, rows, random, width=self.block_size)
+        return self.mask_rows(split, rows, rng.random((DRAWS, rows.lengths.sum())), width=self.block_size)
 
     def all_rows(self, split) -> Spans:
         """The text of every language in consecutive rows. A language's last row may be shorter."""
@@ -279,10 +277,7 @@ class PairData(MaskedData):
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Spans]:
-        """POOL_MICROS micro-batches: pairs are drawn, sorted by length and cut into batches, which are shuffled.
-
-        There are always a few batches too many; random ones are dropped, so that no length is preferred.
-        """
+        """POOL_MICROS micro-batches: pairs are drawn, sorted by length and cut; random batches of these are kept."""
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
@@ -376,8 +371,7 @@ class TranslationData(Prepared):
         counts = np.maximum(np.rint(shares * sizes.sum()), sizes > 0).astype(np.int64)
         drawn = []
         for numbers, count in zip(fitting, counts):
-            turns = np.arange(number * count, (number + 1) * count)
-            drawn.append(numbers[turns % max(1, len(numbers))])
+            drawn.append(numbers[np.arange(number * count, (number + 1) * count) % max(1, len(numbers))])
         micros = self.sort_and_cut(split, rng.permutation(np.concatenate(drawn)))
         return [micros[index] for index in rng.permutation(len(micros))]
 
@@ -386,8 +380,7 @@ class TranslationData(Prepared):
         descend at even ones, so that neighbours are similar where the source length changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
-        zigzag = np.where(source % 2, target, -target)
-        order = np.lexsort((zigzag, -source))
+        order = np.lexsort((np.where(source % 2, target, -target), -source))
         return [numbers[order[batch]] for batch in cut(sizes[order], self.micro_tokens)]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
@@ -406,8 +399,7 @@ class TranslationData(Prepared):
         numbers = self.eval_pairs(split, max_tokens)
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
         texts = [text for language in self.languages for text in self.texts(split, language)[1]]
-        size = sum(len(texts[number].encode()) for number in numbers)
-        return {"tokens": int(tokens), "bytes": size}
+        return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but with the source first."""
@@ -443,5 +435,4 @@ def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
     order = np.argsort(-lengths, kind="stable")
     for batch in cut(lengths[order, None], micro_tokens):
         numbers = order[batch].tolist()
-        rows = [[*ids[number], eos] for number in numbers]
-        yield numbers, pad_rows(np.concatenate(rows), lengths[numbers], pad)
+        yield numbers, pad_rows(np.concatenate([[*ids[number], eos] for number in numbers]), lengths[numbers], pad)

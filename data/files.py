@@ -10,6 +10,7 @@ import lzma
 import os
 import re
 import sys
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -35,8 +36,7 @@ Records = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, seco
 
 def split_of(key: str, valid: float, test: float) -> str:
     """The split chosen by a hash of `key`, given the shares of valid and test. Equal keys share a split."""
-    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-    share = int.from_bytes(digest[:8], "big") / 2**64
+    share = int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big") / 2**64
     if share < valid:
         return "valid"
     return "test" if share < valid + test else "train"
@@ -107,12 +107,12 @@ def uncompressed_name(path: Path) -> str:
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 file, each ending in a line feed, without a byte order mark.
 
-    Lines may end in CR LF. A lone CR ends a line only if the file has no line feed; otherwise it is text, so that the
-    files of a language pair stay aligned.
+    Lines may end in CR LF. A lone CR ends a line only in a file without line feeds, so that files stay aligned.
     """
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
-        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        opened = os.dup(0) if str(path) == "-" else path  # standard input
+        with open_file(opened, "rt", encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if 3 * line.count("\0") > len(line):
                     raise ValueError(f"{path} is not UTF-8: line {number:,} has many zero bytes, as in UTF-16")
@@ -161,9 +161,15 @@ def read_documents(path: Path, blocks: bool = False, source: Path | None = None)
         yield from filter(None, map(str.strip, lines))
 
 
-def progress(steps: Iterable, words: str) -> tqdm:
-    """Iterates over the steps of a longer work, with a progress bar on rank 0's terminal."""
-    return tqdm(steps, words, leave=False, delay=1, disable=int(os.environ.get("RANK", 0)) > 0 or None)
+def progress(rows: Iterable, label: str, **options) -> Iterator:
+    """The rows, with a progress bar on rank 0's terminal; without a terminal, with a line every 20 seconds."""
+    silent = int(os.environ.get("RANK", 0)) > 0
+    bar, last = tqdm(rows, label, leave=False, delay=1, disable=silent or None, **options), time.monotonic()
+    for number, row in enumerate(bar, start=1):
+        yield row
+        if bar.disable and not silent and time.monotonic() > last + 20:
+            last = time.monotonic()
+            print(f"{label}: {number:,}" + (f" of {bar.total:,}" if bar.total else ""), file=sys.stderr)
 
 
 @cache

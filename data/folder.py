@@ -21,12 +21,12 @@ HASHED_UP_TO = 1 << 30  # bytes; larger files take seconds to hash, so only thei
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help shows how"
 
 
-def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
+def ready(name: str, kind=None, make=True, run: str | None = None, out_dir="") -> Path:
     """data/prepared/NAME, or the prepared folder at path `name`.
 
     With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
     this kind (see data.corpora), in a new folder whenever the size or time of a file changes, with the tokenizer in the
-    folder `run` or one learned from them.
+    folder `run` or one learned from them. If texts have been moved, the tokens that a run in `out_dir` was trained on.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
     for path in (folder, Path(name)):
@@ -34,7 +34,8 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
             return path
     from data.prepare import CORPORA, prepare  # only here: a prepared folder does not need these modules
 
-    if name not in CORPORA and source.exists():
+    installed = name in CORPORA and CORPORA[name].packages
+    if not installed and source.exists():
         files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
         state, options = [kind, files], {"source": source}
         with suppress(FileNotFoundError):  # a folder of Hugging Face's has no tokenizer of ours
@@ -44,7 +45,12 @@ def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
         digits = hashlib.sha256(repr(tuple(state)).encode()).hexdigest()[:8]
         folder = PREPARED / f"{source.stem[:40]}-{digits}"
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
-    elif name not in CORPORA or not CORPORA[name].packages:
+    elif not installed:
+        runs = "".join(file.read_text() for file in Path(out_dir).glob("*/config.json"))
+        for meta in PREPARED.glob(f"{source.stem[:40]}-*/meta.json"):
+            if json.loads(meta.read_text())["checksum"] in runs:
+                say(f"{name} does not exist: using its tokens in {meta.parent}")
+                return meta.parent
         return folder
     if make and not folder.exists():
         say(f"preparing {name} once, in {folder}")
@@ -114,7 +120,8 @@ class Prepared:
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
         """Opens the corpus or prepared folder `name` (see `ready`) with the sizes in a script's config."""
-        folder = ready(name, cls.kind, context.rank == 0, getattr(config, "init_from", None))
+        where = getattr(config, "init_from", None), getattr(config, "out_dir", "")
+        folder = ready(name, cls.kind, context.rank == 0, *where)
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
@@ -153,8 +160,7 @@ class Prepared:
     def log_frequencies(self) -> Tensor:
         """(V,) log share of each token in the training text, estimated from at most 16 million tokens."""
         tokens = self.tokens["train"]
-        every = 1 + len(tokens) // 2**24
-        counts = np.bincount(tokens[::every], minlength=self.vocab_size) + 1
+        counts = np.bincount(tokens[:: 1 + len(tokens) // 2**24], minlength=self.vocab_size) + 1
         return torch.from_numpy(np.log(counts / counts.sum())).float()
 
     def stream(self, split, language: str) -> tuple[int, int]:

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from filelock import FileLock
-from tqdm import tqdm
+from filelock import FileLock, Timeout
+
+if not __package__:  # python data/prepare.py
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.corpora import CORPORA, Groups, read
-from data.files import PREPARED, SPLITS, Records, checksum, sha256
+from data.files import PREPARED, SPLITS, Records, checksum, progress, say, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 from engine import one_line
 
@@ -74,7 +76,13 @@ def new_folder(out: Path):
     """A hidden folder to write into. It is renamed to `out` at the end, or removed after an exception."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.new.partial")
-    with FileLock(out.with_name(f".{out.name}.lock")):  # a second preparation of the same folder waits
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        say(f"waiting for the process that is preparing {out}")
+        held = lock.acquire()
+    with held:
         if out.exists() and any(out.iterdir()):
             raise FileExistsError(f"--out {out} is not empty: delete its files or pass another folder")
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed preparation
@@ -157,22 +165,27 @@ def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer,
     meta["dtype"] = tokenizer.dtype
     writers = {split: SplitWriter(folder, split, meta["kind"]) for split in SPLITS}
     counts = {}  # language -> split -> counts
-    with tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        for language, rows in groups.items():
-            counts[language] = {split: writers[split].begin_language() for split in SPLITS}
-            for batch in batches(rows):
-                encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
-                for split, texts in batch:
-                    ids = [next(encoded) for _ in texts]
-                    if split != "train" or not limit or counts[language]["train"]["tokens"] < limit:
-                        writers[split].append(texts, ids, tokenizer.eot)
-                bar.update(len(batch))
-                train, *held_out = (counts[language][split]["tokens"] for split in SPLITS)
-                if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
-                    break
-            if language and not train:
-                problem = f"language {language!r} of {meta['source']} has no training text"
-                raise ValueError(f"{problem}: exclude it with --languages")
+    for language, rows in groups.items():
+        counts[language] = {split: writers[split].begin_language() for split in SPLITS}
+        unknown = 0  # tokens
+        for batch in batches(progress(rows, f"encoding {language or 'documents'}", unit="doc")):
+            encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
+            for split, texts in batch:
+                ids = [next(encoded) for _ in texts]
+                if split != "train" or not limit or counts[language]["train"]["tokens"] < limit:
+                    writers[split].append(texts, ids, tokenizer.eot)
+                    unknown += sum(np.count_nonzero(tokens == tokenizer.unknown) for tokens in ids)
+            train, *held_out = (counts[language][split]["tokens"] for split in SPLITS)
+            if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
+                break
+        of = f"language {language!r} of {meta['source']}" if language else meta["source"]
+        if language and not train:
+            raise ValueError(f"{of} has no training text: exclude it with --languages")
+        share = unknown / max(1, train + sum(held_out))
+        if share > 0.1:
+            raise ValueError(f"{share:.0%} of the tokens of {of} would be <unk>: pass another --tokenizer, or --pieces")
+        if share > 0.001:
+            say(f"{share:.1%} of the tokens of {of} are <unk>, since the tokenizer lacks their characters")
     meta["splits"] = {split: writers[split].close() for split in SPLITS}
     for split, total in meta["splits"].items():
         if not total["tokens"]:
@@ -217,8 +230,7 @@ class SplitWriter:
 
     def begin_language(self) -> dict[str, int]:
         """The counts of the next language, updated by `append`, and `first`, the index of its first token or pair."""
-        unit = "pairs" if self.index else "tokens"
-        first = sum(count[unit] for count in self.counts)
+        first = sum(count["pairs" if self.index else "tokens"] for count in self.counts)
         self.counts.append(Counter({"first": first, "tokens": 0, "words": 0, "bytes": 0, self.unit: 0}))
         return self.counts[-1]
 
@@ -243,6 +255,7 @@ class SplitWriter:
 
 
 def main():
+    sys.stdout.reconfigure(errors="replace")  # a path may have characters that its encoding lacks
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # KeyboardInterrupt could wait forever for a tokenizer's threads
     try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)

@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from data.files import progress
+
 GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # token ranks
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 PART = 250_000  # characters encoded at once, at most a million bytes
@@ -29,6 +31,8 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 
 class Tokenizer:
     """Base class. Attributes: `vocab_size`, `eot` (the end-of-text token). `decode` turns invalid UTF-8 into U+FFFD."""
+
+    unknown = -1  # the id of <unk>; -1: there is none
 
     def __init__(self, file: bytes):
         self.file = file
@@ -87,6 +91,7 @@ class SentencePiece(Tokenizer):
             raise ValueError("this is not a SentencePiece model") from error
         self.vocab_size = self.processor.vocab_size()
         self.eot = self.processor.eos_id()
+        self.unknown = self.processor.unk_id()
 
     def encode_short(self, texts: list[str]) -> Ids:
         return self.processor.encode(texts, num_threads=THREADS)
@@ -110,6 +115,7 @@ class XLMR(SentencePiece):
         if (model.unk_id(), model.bos_id(), model.eos_id()) != (0, 1, 2):
             raise ValueError("XLM-R's ids require a SentencePiece model with <unk> 0, <s> 1 and </s> 2")
         self.vocab_size += self.added
+        self.unknown = self.unk
         self.mask = self.vocab_size - 1
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
         self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # never generated: all but </s>
@@ -162,13 +168,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
     vocab_size: None fits it to the text: bytes, characters, and the square root of the text's length in merges.
     """
     lines = []
-    for text in texts:
+    for text in progress(texts, "reading"):
         text = text.encode("utf-8", "replace").decode()  # lone surrogates become "?", as in data.prepare
         # SentencePiece skips lines longer than a mebibyte
         lines += chain.from_iterable(map(parts, text.split("\n")))
     if vocab_size is None:
-        merges = isqrt(sum(map(len, lines)))
-        vocab_size = 260 + len(set().union(*lines)) + merges + kind.added
+        vocab_size = 260 + len(set().union(*lines)) + isqrt(sum(map(len, lines))) + kind.added
         options["hard_vocab_limit"] = False  # repetitive text has fewer merges
     file = io.BytesIO()
     pieces = vocab_size - kind.added
@@ -203,13 +208,9 @@ def gpt2() -> GPT2:
 
 
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
-    """The tokenizer in a file (*.model: SentencePiece, otherwise GPT-2's rank file) or in a folder.
-
-    Kind "xlmr" or the file name xlmr.model selects XLM-R's ids. Raises FileNotFoundError or ValueError.
-    """
+    """The tokenizer in a folder or file; kind "xlmr" selects XLM-R's ids. Raises FileNotFoundError or ValueError."""
     path = Path(path)
-    filenames = [cls.filename for cls in KINDS.values() if (path / cls.filename).is_file()]
-    path = path.joinpath(*filenames)
+    path = path.joinpath(*[cls.filename for cls in KINDS.values() if (path / cls.filename).is_file()])
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     cls = SentencePiece if path.suffix == ".model" else GPT2

@@ -3,6 +3,9 @@
 import os
 import sys
 
+if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+    sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks become "?"
+
 # OpenMP threads spin while they wait for each other: fastest on idle cores, but by far the slowest when other programs
 # need those cores. The spin count is read when torch is loaded, so a script imports this module first.
 set_by_user = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}

@@ -12,10 +12,12 @@ import os
 import re
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from data.files import PREPARED
 from routers import ROUTERS, Router, RouterError, find_router
 
 # Constants that say where and how to run, or what to do with a trained model. They do not identify a run.
@@ -34,6 +36,9 @@ REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "tabl
 # Options of other programs, or of our other scripts -> their name here.
 SYNONYMS = {"lr": "learning_rate", "steps": "epochs", "epochs": "steps"}
 SYNONYMS |= {"batch_size": "batch_tokens", "batch_tokens": "batch_size"}
+
+BATCHES = ("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")
+PATHS = {"data", "pairs", "model", "init_from", "router"}  # constants that may be paths
 
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be repeated
 
@@ -77,17 +82,16 @@ def check(config):
         if not low <= value <= high:
             valid = "over 0 and finite" if low == OVER_0 else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} must be {valid}, not {value!r}")
-    for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
+    for batch, micro in BATCHES:
         size, micro_size = getattr(config, batch, 0), getattr(config, micro, 1)
         if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
+    if getattr(config, "min_learning_rate", 0) > (peak := getattr(config, "learning_rate", math.inf)):
+        raise ValueError(f"min_learning_rate exceeds learning_rate = {peak:g}: pass --min_learning_rate {peak / 100:g}")
 
 
 def command_line(Config: type, presets: dict, argv: list[str]):
-    """-> the config, parsed by tyro: `--name value`, `--help`.
-
-    Raises ValueError if a value is out of range, or the chosen model does not read an option.
-    """
+    """-> the config. Raises ValueError if a value is out of range, or the chosen model does not read an option."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default=Config.preset)
     parser.add_argument("--router")
@@ -96,8 +100,7 @@ def command_line(Config: type, presets: dict, argv: list[str]):
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     router = router or presets[preset].get("router", getattr(Config, "router", "dense"))
     Config = with_constants(Config, router)
-    default = Config(**{"preset": preset} | presets[preset])
-    config = parse(default, argv, sys.modules[Config.__module__].__doc__)
+    config = parse(Config(**{"preset": preset} | presets[preset]), argv, sys.modules[Config.__module__].__doc__)
     check(config)
     if not config.table or getattr(config, "translate", None):  # rows of a table are different models
         refuse(config, presets, unread(config))
@@ -138,21 +141,23 @@ def check_router(cls: type, Config: type):
 
 
 def parse(default, argv: list[str], description: str):
-    """A dataclass overridden by argv. --help prints the description and the comments after the fields.
-
-    Raises ValueError for an unknown option.
-    """
+    """A dataclass overridden by argv; ValueError for an unknown option. --help has the comments after the fields."""
     spellings = {"true": "True", "false": "False", "none": "None"}  # tyro expects Python's
     fields, args = dataclasses.fields(default), []
+    names = {"help"} | {field.name for field in fields}
     is_text = (str, tuple[str, ...])
     texts = {f"--{field.name}" for field in fields if getattr(field.type, "__origin__", field.type) in is_text}
     for word in argv:
-        args += word.split("=", 1) if word.startswith("--") else [word]
-    for i, (previous, word) in enumerate(zip([""] + args, args)):
-        if previous not in texts:
-            args[i] = spellings.get(word, word)
-            if word.startswith("--"):
-                check_option(word.removeprefix("--").replace("-", "_"), {"help"} | {field.name for field in fields})
+        option, *value = word.split("=", 1) if word.startswith("--") else [word]
+        name = option.removeprefix("--").replace("-", "_")
+        if args and args[-1] in texts and name not in names:
+            args[-1] += f"={word}"  # a text may look like an option
+            continue
+        if option.startswith("--") and name not in names:
+            similar = [SYNONYMS.get(name), *get_close_matches(name, names)]
+            hint = next((f": did you mean --{other}?" for other in similar if other in names), ";")
+            raise ValueError(f"there is no option --{name}{hint} --help lists all options")
+        args += [word] if option in texts else [spellings.get(part, part) for part in (option, *value)]
     return tyro.cli(
         type(default),
         args=args,
@@ -164,25 +169,23 @@ def parse(default, argv: list[str], description: str):
     )
 
 
-def check_option(option: str, names: set[str]):
-    """Raises ValueError for an unknown option; the message suggests a similar one."""
-    if option not in names:
-        similar = [SYNONYMS.get(option), *get_close_matches(option, names)]
-        hint = next((f": did you mean --{name}?" for name in similar if name in names), ";")
-        raise ValueError(f"there is no option --{option}{hint} --help lists all options")
+def constants_of(config) -> dict:
+    """All constants, with paths in one spelling: ./x, x/, a link to x and its absolute path are the same data."""
+    constants, here = dict(vars(config)), Path.cwd().as_posix()
+    for name in filter(constants.get, PATHS):
+        path = Path(constants[name]).resolve().as_posix()
+        constants[name] = path.removeprefix(f"{PREPARED.resolve().as_posix()}/").removeprefix(f"{here}/")
+    return constants
 
 
 def changed(config, presets: dict) -> dict:
     """The constants that differ from the preset."""
-    default = vars(type(config)(**presets[config.preset]))
-    return {name: value for name, value in vars(config).items() if value != default[name]}
+    default = constants_of(type(config)(**presets[config.preset]))
+    return {name: value for name, value in constants_of(config).items() if value != default[name]}
 
 
 def unread(config) -> set[str]:
-    """The constants that this run does not read: as options they are refused, and they do not identify the run.
-
-    A router lists the constants that it reads; a Config may list others that are unused in its method `unread`.
-    """
+    """The constants that this run does not read: as options they are refused, and they do not identify the run."""
     unused = config.unread() if hasattr(config, "unread") else set()
     if not getattr(config, "relative_bias", True):
         unused |= {"rel_bias_lr"}
@@ -191,7 +194,11 @@ def unread(config) -> set[str]:
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
     if config.router == "dense":
         return unused | of_routers | SPARSE
-    return unused | of_routers - find_router(config.router).reads_with(config.score)
+    cls = find_router(config.router)
+    file = getattr(sys.modules[cls.__module__], "__file__", None)  # a class in a notebook has none
+    source = Path(file).read_text(encoding="utf-8") if file and cls.constants else ""
+    never_read = {name for name in cls.constants if file and not re.search(rf"(\.|getattr\(.*){name}\b", source)}
+    return unused | of_routers - cls.reads_with(config.score) | never_read
 
 
 def refuse(config, presets: dict, names: set[str]):
@@ -208,8 +215,8 @@ def identity(config) -> dict:
     excluded = WHERE | unread(config)
     if getattr(config, "eval_only", False):  # a trained model may be routed differently at test
         excluded |= {"eval_threshold", "eval_capacity"}
-    names = [name for name in vars(config) if name not in excluded]
-    return json.loads(json.dumps({name: getattr(config, name) for name in names}))
+    constants = {name: value for name, value in constants_of(config).items() if name not in excluded}
+    return json.loads(json.dumps(constants))
 
 
 def run_name(config, presets: dict) -> str:

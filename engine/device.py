@@ -21,11 +21,10 @@ from engine import one_line
 
 
 def show(text: str, stream=None):
-    """Prints a line above the progress bar. Unencodable characters are replaced; a closed pipe is ignored."""
+    """Prints a line above the progress bar. A closed pipe is ignored."""
     stream = stream or sys.stdout
-    encoding = stream.encoding or "utf-8"
     try:
-        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream)
+        tqdm.write(text, file=stream)
         stream.flush()
     except OSError:  # discard all further output, so that Python does not complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -52,8 +51,7 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         fail(one_line(error))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
-        no_memory = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
-        if no_memory or isinstance(error, MemoryError):
+        if re.search("(not enough|out of|allocate) memory|overflow", text, re.I) or isinstance(error, MemoryError):
             fail(f"out of memory: make the model or its batches smaller ({text})")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile failed: install the compiler it needs, or pass --compile false ({text})")
@@ -138,10 +136,7 @@ class Context:
 
 
 def setup(device: str = "auto", dtype: str = "auto") -> Context:
-    """Picks device and precision, and joins the process group if torchrun started this process.
-
-    Raises ValueError if the device is not available.
-    """
+    """Picks device and precision, and joins torchrun's process group. Raises ValueError if there is no such device."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda":

@@ -17,6 +17,7 @@ import torch
 
 from engine.config import run_name
 from engine.device import fail, warn
+from routers import find_router
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest and the previous one
 WEIGHTS = "model.pt", *CHECKPOINTS  # model.pt: the best weights in translation or fine-tuning
@@ -29,8 +30,6 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
 
     The plain name is `run_name`. If another run has taken it, for example before a default was edited, eight digits of
     a hash of the constants are appended. To resume a run in a folder with any other name, rename the folder.
-
-    constants: `identity` and checksums of the data. Raises ValueError if config.json is not readable.
     """
     plain = Path(config.out_dir, run_name(config, presets))
     if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
@@ -52,27 +51,30 @@ def differing(recorded: dict | None, current: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers depend on: model.py, routers, the script's functions and classes.
-
-    Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
-    """
+    """Checksums of model.py, the run's router and the script, without comments, docstrings and the script's Config."""
     Config = type(config)
+    router = getattr(config, "router", "") or read_json(Path(config.model, "config.json")).get("router", "dense")
+    used = set() if router == "dense" else {cls.__name__ for cls in find_router(router).__mro__}
     modules = {"model": "model.py", "routers": "routers.py", Config.__module__: "the script"}
     python = ".".join(platform.python_version_tuple()[:2])  # ast.unparse depends on it
     checksums = {}
     sources = {name: inspect.getsource(sys.modules[module]) for module, name in modules.items()}
-    file, _, _ = getattr(config, "router", "").rpartition(":")
+    file, _, _ = router.rpartition(":")
     if file:  # a router in a file of its own
         sources[file] = Path(file).read_text()
     for name, source in sources.items():
-        tree = ast.parse(source)
+        tree, note = ast.parse(source), ""
         if name == "the script":
             code = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
             tree.body = [node for node in code if node.name != Config.__name__]
+        elif name != "model.py":
+            other = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name not in used]
+            tree.body = [node for node in tree.body if node not in other or not node.decorator_list]
+            note = ", without other routers"
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-        checksums[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+        checksums[f"{name} (Python {python}{note})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
     return checksums
 
 
@@ -140,10 +142,7 @@ def load_checkpoint(file: Path) -> dict:
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
-    """-> name and content (on the CPU) of the first of these checkpoints that is intact; "" and {} if none exists.
-
-    Raises ValueError if all that exist are damaged.
-    """
+    """-> name and content of the first intact checkpoint; "" and {} if none exists, ValueError if all are damaged."""
     damaged = ""
     for file in filter(Path.exists, map(folder.joinpath, names)):
         try:

@@ -10,31 +10,36 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tqdm import tqdm
 
-from engine.config import identity
+from engine import pretrained
+from engine.config import BATCHES, identity
 from engine.device import Context, fail, show, warn
 from engine.files import MADE, code_of, differing, folder_of, newest, read_json, to_json, write
 from engine.parallel import compiles
 from routers import RouterError
 
-SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
+SIGNALS = [signal.SIGTERM, signal.SIGINT]  # the second is Ctrl-C
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup ignores it
+    SIGNALS.append(signal.SIGHUP)  # a terminal or a connection is closed
 
 
-def stop(number: int, where: str = ""):
-    """Ends the process with one line and the signal's exit code, 143 or 130."""
+def stop(number: int, where: str = "", hint: str = "run the same command to resume"):
+    """Ends the process with one line and the signal's exit code, such as 143."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        show(f"stopped{where}; run the same command to resume", sys.stderr)
+        show(f"stopped{where}; {hint}", sys.stderr)
     sys.exit(128 + number)
 
 
@@ -53,13 +58,18 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
+        if getattr(config, "init_from", None) and Path(config.init_from).exists():
+            weights = pretrained.read(Path(config.init_from)).weights.values()
+            checksums = [zlib.crc32(x.flatten().view(torch.uint8).numpy()) for x in weights]
+            self.identity["init_from_checksum"] = zlib.crc32(repr(checksums).encode())
         self.precision = str(context.dtype).removeprefix("torch.")  # --dtype auto depends on the machine
         self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
-            raise ValueError(
-                f"{micros} micro-batches a step do not divide evenly over {world} processes: change either"
-            )
+            batch, micro = next(names for names in BATCHES if hasattr(config, names[0]))
+            fits = math.ceil(micros / world) * world * getattr(config, micro)
+            hint = f"pass --{batch} {fits}, or a smaller --{micro}"
+            raise ValueError(f"{micros} micro-batches a step do not divide evenly over {world} processes: {hint}")
         self.micros = range(context.rank, micros, world)  # of this process
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.name = self.folder.name
@@ -94,10 +104,7 @@ class Run:
             self.code[name] += f", before {old_code[name]}"  # trained by both versions
 
     def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
-        """Creates the folder, and restores model, optimizer and log from the checkpoint.
-
-        flops_per_token: forward; loss_in_words: formats the training loss, preferably in the evaluation's unit.
-        """
+        """Creates the folder, and restores model, optimizer and log from the checkpoint. flops_per_token: forward."""
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
@@ -155,10 +162,7 @@ class Run:
     # -- the steps
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops.
-
-        A checkpoint is saved before each step that an evaluation follows, so a kill during that loses only one step.
-        """
+        """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops."""
         self.received = 0  # the signal sent to this process, 0 for none
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
@@ -166,9 +170,11 @@ class Run:
         compiled = compiles(self.config, self.context)
         if compiled:
             self.context.say("compiling: the first steps take up to a few minutes")
-        before = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
+        in_main = threading.current_thread() is threading.main_thread()  # only there, Python can handle signals
+        before = {number: signal.signal(number, self.on_signal) for number in SIGNALS if in_main}
         try:
             for step in self.bar:
+                # A kill during an evaluation loses only one step.
                 if self.evaluates_after(step + 1) and step not in (self.start, self.since):  # already saved
                     self.save_checkpoint(step)
                 if compiled and step == self.start + 2:  # tokens/s does not count the steps that compiled
@@ -272,8 +278,7 @@ class Run:
     def save_checkpoint(self, done: int):
         """Saves what it takes to resume, or ends a run whose weights are not finite. One file is always intact."""
         begun, window = time.perf_counter(), self.window()
-        weights_sum = sum(p.detach().sum() for p in self.model.parameters())
-        self.check_finite(window["loss_sum"] + float(weights_sum), done)
+        self.check_finite(window["loss_sum"] + float(sum(p.detach().sum() for p in self.model.parameters())), done)
         self.check_buffers()
         state = {"seconds": self.seconds, "log": self.log, "window": window, "extra": self.extra}
         state |= {"precision": self.precision, "code": self.code}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from engine.config import changed, command_line, refuse, run_name, unread
@@ -74,6 +75,10 @@ def start(Config: type, presets: dict):
     # A stream that is closed at startup is None.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    script = sys._getframe(1).f_globals
+    if script["__name__"] == "__main__" and vars(sys.modules["__main__"]) is not script:  # as under cProfile
+        sys.modules["__main__"] = ModuleType("__main__")
+        vars(sys.modules["__main__"]).update(script)
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: stop(number))
     with clear_errors():
@@ -130,10 +135,7 @@ def comparison(config, presets: dict, name: str) -> str | None:
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
-    """The table that the config names, or one with a single row.
-
-    Raises ValueError if it does not exist, or if the command line sets a constant that its rows set or that none reads.
-    """
+    """The table that the config names, or one with a single row. Raises ValueError if an option contradicts it."""
     if not config.table:
         return Table(config.preset, ("run",), [((run_name(config, presets),), {})])
     if config.table not in tables:

@@ -12,6 +12,7 @@ import train_electra
 import train_lm
 import train_mlm
 import train_mt
+from data.files import PREPARED
 from engine.config import LIMITS, check, command_line, identity, run_name
 from routers import ROUTERS
 
@@ -143,6 +144,46 @@ def test_options_may_be_written_in_several_ways():
     assert parse("--prompt=a=b").prompt == "a=b"
 
 
+@pytest.mark.parametrize("text", ["--abc def", "--ab=cd", "-h", "--", "-", "true", "--promptly", "a=b"])
+def test_a_text_may_look_like_an_option(text):
+    """In both forms; what follows is read as usual."""
+    for line in ([f"--prompt={text}"], ["--prompt", text]):
+        config = parse(*line, "--steps", "3", "--resume", "false")
+        assert (config.prompt, config.steps, config.resume) == (text, 3, False)
+
+
+def test_a_rate_never_rises_after_the_warm_up():
+    for preset in train_lm.PRESETS:
+        config = parse("--preset", preset)
+        assert config.min_learning_rate < config.learning_rate
+    message = "^min_learning_rate exceeds learning_rate = 1e-05: pass --min_learning_rate 1e-07$"
+    with pytest.raises(ValueError, match=message):
+        parse("--learning_rate", "1e-5")
+    assert parse("--learning_rate", "1e-5", "--min_learning_rate", "1e-7").learning_rate == 1e-5
+    assert parse("--learning_rate", "3e-5").min_learning_rate == 3e-5  # constant after the warm-up
+
+
+UNREAD = """
+from routers import ROUTERS, router
+
+@router("margin")
+class Margin(ROUTERS["topk"]):
+    constants = {"margin": 0.1, "slope": 2}
+
+    def choose(self, score, probs):
+        return super().choose(score + self.config.slope, probs)
+"""
+
+
+def test_a_routers_own_constant_that_it_never_reads_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(UNREAD)
+    line = ["--router", f"{tmp_path}/mine.py:margin"]
+    assert parse(*line, "--slope", "3").slope == 3
+    assert "slope" in identity(parse(*line)) and "margin" not in identity(parse(*line))
+    with pytest.raises(ValueError, match="^--margin is not read with --router .*: leave it out$"):
+        parse(*line, "--margin", "3")
+
+
 def test_only_one_process_of_a_node_prints_the_error(options, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     for wrong in ({"threshold": 1.5}, {"treshold": 0.5}):
@@ -172,6 +213,29 @@ def test_a_run_is_named_by_what_differs_from_its_preset():
     assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
     switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may do
     assert run_name(switch, train_lm.PRESETS) == "demo-router=switch" == name("--router", "switch")
+
+
+@pytest.mark.parametrize(
+    "module, option",
+    [(train_lm, "data"), (train_lm, "init_from"), (train_electra, "pairs"), (finetune_xtreme, "model")],
+)
+def test_a_path_is_the_same_however_it_is_spelled(module, option, tmp_path, monkeypatch):
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    monkeypatch.chdir(tmp_path)
+    found = set()
+    for path in ("x/y", "./x/y", "x/y/", "x//y", "link/y", "x/../x/y", tmp_path / "x/y"):
+        config = command_line(module.Config, module.PRESETS, [f"--{option}", str(path)])
+        found.add((run_name(config, module.PRESETS), identity(config)[option]))
+    assert found == {(f"demo-{option}=x_y", "x/y")}
+    default = getattr(module.Config, option)
+    if default:
+        config = command_line(module.Config, module.PRESETS, [f"--{option}", f"./{default}/"])
+        assert run_name(config, module.PRESETS) == "demo"
+
+
+def test_a_prepared_corpus_has_the_same_name_as_its_folder():
+    assert name("--data", str(PREPARED / "wikitext103")) == name("--data", "wikitext103") == "demo-data=wikitext103"
 
 
 def test_names_are_valid_folder_names():

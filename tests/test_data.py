@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,13 +13,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from filelock import FileLock
 from helpers import ROOT, write_files
 
-from data import bitext_sets, corpora, english, tokenizers, xtreme
+from data import bitext_sets, corpora, english, files, tokenizers, xtreme
 from data import folder as prepared
 from data import prepare as preparing
 from data.files import SPLITS, has_words, named_split, read_documents, source_files, split_of
@@ -481,6 +483,28 @@ def test_bad_files_are_refused_in_one_line(name, contents, message, spm, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name, kind", [("text", "bpe"), ("cc100", "unigram")])
+def test_unknown_characters_are_counted_and_many_are_refused(name, kind, tmp_path, capsys):
+    """Bits per byte of a text that is mostly <unk> mean nothing. With bytes, no character is unknown."""
+    lines, other = lines_of("de", 900), " ".join(map(chr, range(0x400, 0x440)))
+    cls, file = (XLMR, "de.txt") if name == "cc100" else (tokenizers.SentencePiece, "a.txt")
+    options = dict(byte_fallback=False, model_type=kind, character_coverage=1.0)
+    model = train_sentencepiece(lines, 60 + cls.added, cls, **options).save(tmp_path)
+
+    def prepared_from(lines: list[str], out: str) -> str:
+        write_files(tmp_path / "in", {file: "\n".join(lines)})
+        prepare(name, tmp_path / "in", tokenizer=model, out=tmp_path / out)
+        return capsys.readouterr().err
+
+    assert "<unk>" not in prepared_from(lines, "known")
+    assert re.search(r"\d\.\d% of the tokens of .* are <unk>, since", prepared_from([*lines, other], "some"))
+    with pytest.raises(ValueError, match=r"^\d\d% of the tokens of .* would be <unk>: pass another --tokenizer"):
+        prepared_from([f"{other} {line}" for line in lines], "many")
+    assert not (tmp_path / "many").exists()
+    model = train_sentencepiece(lines, 300, cls).save(tmp_path)
+    assert "<unk>" not in prepared_from([f"{other} {line}" for line in lines], "bytes")
+
+
 def test_a_language_whose_characters_the_tokenizer_drops_has_no_text(spm, tmp_path):
     write_files(tmp_path / "in", {"de.txt": GOOD, "sw.txt": "\u200b"})
     assert "language 'sw' of " in refusal("cc100", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
@@ -519,7 +543,7 @@ def test_a_stopped_preparation_can_be_repeated(number, model, tmp_path):
     assert set(os.listdir(tmp_path)) == {"a.txt", "out", ".out.lock", ".out.more.new.partial"}
 
 
-def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
+def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch, capsys):
     write_files(tmp_path, {"a.txt": "one"})
     monkeypatch.setattr(prepared, "PREPARED", tmp_path)
     with ThreadPoolExecutor() as pool:
@@ -529,6 +553,7 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
             time.sleep(0.5)
             assert not waiting.done()
             assert not training.done()
+            assert f"waiting for the process that is preparing {tmp_path / 'pydocs'}\n" in capsys.readouterr().err
             write_files(tmp_path, {"pydocs/meta.json": ""})
         with pytest.raises(FileExistsError, match="is not empty"):
             waiting.result()
@@ -586,6 +611,59 @@ def test_user_texts_are_prepared_again_only_when_a_file_changes(kind, tmp_path, 
     assert meta_of(again)["checksum"] == meta["checksum"]
     file.write_text(file.read_text().replace("1", "2"))
     assert meta_of(ready("mine", kind))["checksum"] != meta["checksum"]
+
+
+@pytest.mark.parametrize("name", ["text", "messages", "openwebtext", "bitext", "wmt23-de"])
+def test_a_folder_of_the_users_may_have_the_name_of_a_corpus(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path / "prepared")
+    write_files(tmp_path / name, USER_FILES[None])
+    monkeypatch.chdir(tmp_path)
+    folder = ready(name)
+    assert folder == ready(f"./{name}")
+    assert meta_of(folder)["source"] == str(tmp_path / name)
+    shutil.copytree(folder, tmp_path / "prepared" / name)
+    assert ready(name) == tmp_path / "prepared" / name  # unless it has been prepared
+
+
+@pytest.mark.parametrize("kind", USER_FILES)
+def test_the_tokens_of_a_text_that_has_been_moved_are_found_by_its_run(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path / "prepared")
+    source = write_files(tmp_path / "mine", USER_FILES[kind])
+    folder = ready(str(source), kind)
+    runs = write_files(tmp_path / "out", {"demo/config.json": json.dumps({"data_checksum": "+".join("ab")})})
+    source.rename(tmp_path / "moved")
+    assert not ready(str(source), kind, out_dir=runs).exists()
+    checksums = f"{'0' * 64}+{meta_of(folder)['checksum']}"
+    write_files(runs, {"other/config.json": json.dumps({"data_checksum": checksums})})
+    monkeypatch.chdir(tmp_path / "moved")
+    for name in (source, "mine", "elsewhere/mine"):
+        assert ready(str(name), kind, out_dir=runs) == folder
+    assert f"mine does not exist: using its tokens in {folder}\n" in capsys.readouterr().err
+    assert not ready("yours", kind, out_dir=runs).exists()
+    assert not ready("mine", kind).exists()
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    clock = iter(range(0, 10_000, 8))
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert list(files.progress(range(9), "counting")) == [*range(9)]
+    assert list(files.progress(iter("abc"), "reading")) == [*"abc"]
+    lines = [*(f"counting: {n} of 9" for n in (3, 6, 9)), "reading: 3"]
+    assert capsys.readouterr().err.splitlines() == lines
+    monkeypatch.setenv("RANK", "1")
+    assert list(files.progress(range(9), "counting")) == [*range(9)]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_runs_as_a_file_and_prints_any_name(tmp_path, model, paragraphs):
+    """Also where the output's encoding lacks a character of the name."""
+    write_files(tmp_path, {"a.txt": "\n\n".join(paragraphs)})
+    words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "имя"]
+    line = [sys.executable, ROOT / "data" / "prepare.py", *words]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(list(map(str, line)), capture_output=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert b"/???: " in done.stdout
 
 
 @pytest.mark.parametrize("kind", [None, "pairs"])

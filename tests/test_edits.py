@@ -215,6 +215,9 @@ def test_comments_and_docstrings_do_not_count_as_code(tmp_path, monkeypatch):
         ('"""(S, D) -> (S, E)"""', '"""Scores."""'): True,
         ("EMBEDDING_NORM = 0.1", "EMBEDDING_NORM = 0.2"): False,
         ("1 + (total[:, :-1]", "2 + (total[:, :-1]"): False,
+        ("order = probs.argsort(", "order = score.argsort("): True,  # of another router
+        ('@router("base")', '@router("mine")\nclass Mine(TopK):\n    K = 2\n\n\n@router("base")'): True,
+        ("self.E, self.K = config, E, self.K or E", "self.E, self.K = config, E, E"): False,  # of its base class
     }.items():
         assert text.count(edit[0]) == 1
         file.write_text(text.replace(*edit))

@@ -160,7 +160,7 @@ def test_a_file_is_synced_to_disk_before_it_is_renamed(options, monkeypatch):
 
 @pytest.mark.parametrize(
     "step, evaluations, number",
-    [(0, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (3, 2, signal.SIGTERM), (4, 3, signal.SIGINT)],
+    [(0, 0, signal.SIGTERM), (2, 1, signal.SIGHUP), (3, 2, signal.SIGTERM), (4, 3, signal.SIGINT)],
 )
 def test_a_signalled_run_stops_after_its_step_and_resumes(step, evaluations, number, options, monkeypatch, capsys):
     """Also between two evaluations; no evaluation is added or left out."""
@@ -218,6 +218,35 @@ def test_training_in_a_program_restores_its_signal_handlers_and_releases_the_fol
         results.append(train_lm.train(config, setup("cpu", "float32"))["test"]["loss"])
     assert signal.getsignal(signal.SIGINT) is before
     assert results[0] == results[1] != results[2]
+
+
+def test_nohup_ignores_a_closed_terminal():
+    code = "import signal; from engine.run import SIGNALS; print(signal.SIGHUP in SIGNALS)"
+    for before, handled in (([], "True"), (["nohup"], "False")):
+        line = [*before, sys.executable, "-c", code]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
+        assert done.stdout == f"{handled}\n"
+
+
+def test_a_run_can_be_trained_in_a_thread(options):
+    """As tuners and web applications do."""
+    config = train_lm.Config(**options | {name: str(options[name]) for name in ("data", "out_dir")})
+    thread = threading.Thread(target=train_lm.train, args=(config, setup("cpu", "float32")))
+    thread.start()
+    thread.join()
+    assert result_of(options["out_dir"])["test"]["loss"] > 0
+
+
+def test_a_profiled_script_is_the_same_script(options, monkeypatch):
+    """Its --help has the comments, and its code has not changed."""
+    LM.run(options, monkeypatch)
+    profiler = [sys.executable, "-m", "cProfile", "-o", os.devnull, str(ROOT / LM.name)]
+    done = subprocess.run([*profiler, *command(options)], capture_output=True, text=True, cwd=options["out_dir"])
+    assert "finished before" in done.stdout, done.stderr
+    assert "changed since" not in done.stderr
+    done = subprocess.run([*profiler, "--help"], capture_output=True, text=True)
+    assert "optimizer steps" in done.stdout
+    assert "XMoE's language models" in done.stdout
 
 
 def test_a_signal_to_one_process_stops_both(options):
@@ -408,6 +437,25 @@ def test_init_from_starts_from_the_weights_of_another_run(options, corpora, tmp_
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
 
+def test_other_weights_at_the_same_path_are_another_run(options, tmp_path, monkeypatch, capsys):
+    """The result of the first run is not shown for them, but it is while the weights are away."""
+    parent, child = tmp_path / "parent", options | {"init_from": tmp_path / "parent", "out_dir": tmp_path / "child"}
+    for seed in (0, 1):
+        LM.run(options | {"seed": seed, "out_dir": tmp_path / str(seed)}, monkeypatch)
+    shutil.copytree(only_run(tmp_path / "0"), parent)
+    LM.run(child, monkeypatch)
+    LM.run(child, monkeypatch)
+    assert "finished before" in capsys.readouterr().out
+    shutil.copy(only_run(tmp_path / "1") / "ckpt.pt", parent)
+    LM.run(child, monkeypatch)
+    out = capsys.readouterr().out
+    assert "differs in init_from_checksum" in out and "finished before" not in out
+    assert len({json.loads(file.read_text())["test"]["loss"] for file in child["out_dir"].glob("*/result.json")}) == 2
+    parent.rename(tmp_path / "away")
+    LM.run(child, monkeypatch)
+    assert "finished before" in capsys.readouterr().out
+
+
 def test_a_damaged_record_is_one_line(options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     broken = {'{"name": "x"}': "KeyError", '{"config": 3}': "KeyError", '{"test": 3, "test_no_limit": 3}': "TypeError"}
@@ -572,7 +620,10 @@ def test_a_closed_or_full_stream_ends_no_run(streams, options):
 def test_micro_batches_that_cannot_be_dealt_are_refused(options, monkeypatch, capsys):
     monkeypatch.setattr(table, "setup", lambda *_: Context(0, 3, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(Context, "barrier", lambda self: None)
-    assert "do not divide evenly over 3 processes" in LM.refused(options, monkeypatch, capsys)
+    line = LM.refused(options, monkeypatch, capsys)
+    assert "do not divide evenly over 3 processes: pass --batch_tokens 192, or a smaller --micro_tokens" in line
+    fits = LM.refused(options | {"batch_tokens": 192, "n_head": 3}, monkeypatch, capsys)
+    assert "processes" not in fits
 
 
 DIFFER = ("false, 3]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0'), ('}, "float32"', '}, "bfloat16"')

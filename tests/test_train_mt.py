@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -407,6 +409,43 @@ def test_a_file_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsy
     done = subprocess.run(command, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == out
+
+
+def test_standard_input_is_translated(trained, tmp_path):
+    """From a pipe, by one process or two; `tail -n +2` and so on can be put before it."""
+    command = [train_mt.__file__, *words(trained | {"translate": "-"})]
+    found = []
+    for launcher in ([sys.executable], TORCHRUN):
+        done = subprocess.run([*launcher, *command], capture_output=True, input=b"Hund rot.\n\nKatze")
+        assert done.returncode == 0, done.stderr.decode()
+        found.append(done.stdout.decode().splitlines())
+    assert found[0] == found[1]
+    assert len(found[0]) == 3 and found[0][1] == ""
+
+
+def test_a_stopped_translation_has_written_what_was_done(trained, tmp_path, monkeypatch, capsys):
+    write_files(tmp_path, {"in.txt": "Hund rot.\n\n" * 5})
+    run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
+    whole = capsys.readouterr().out.splitlines()
+    translate, calls = train_mt.translate, []
+
+    def stopping(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return translate(*given)
+
+    monkeypatch.setattr(train_mt, "AT_ONCE", 3)
+    monkeypatch.setattr(train_mt, "translate", stopping)
+    with pytest.raises(SystemExit) as stop:
+        run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert out.splitlines() == whole[:6]
+    assert "stopped after 6 lines; they are translated\n" in err
+    monkeypatch.setattr(train_mt, "translate", translate)
+    run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
+    assert capsys.readouterr().out.splitlines() == whole
 
 
 def test_translations_redirected_to_a_file_are_utf8_in_any_locale(trained, tmp_path, monkeypatch):
