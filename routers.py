@@ -137,6 +137,8 @@ class Router(nn.Module):
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
             losses = self.losses(score, probs, priority)
+            if not all(isinstance(loss, tuple) for loss in losses.values()):
+                raise RouterError(f"{type(self).__name__}.losses must return {{name: (weight, value)}}")
         E = self.E  # further columns of `scores` are null experts, which a token may choose for nothing
         return Routing(weight[:, :E], priority[:, :E], losses, probs[:, :E])
 
@@ -170,13 +172,14 @@ class Router(nn.Module):
 
     def count(self, name: str, number: Tensor | int):
         """Adds to a tally, in training. In `after_step` it holds the sum over all micro-batches and processes."""
-        shape = tuple(number.shape) if isinstance(number, Tensor) else ()
-        if name not in self.tallies or getattr(self, name).shape != shape:
-            tally = f"self.tally({', '.join([repr(name), *map(str, shape)])})"
-            raise RouterError(f"{type(self).__name__} has no tally {name!r} of shape {shape}: add {tally} to __init__")
+        if name not in self.tallies:
+            raise RouterError(f"{type(self).__name__} has no tally {name!r}: add self.tally({name!r}, E) to __init__")
+        tally, shape = getattr(self, name), tuple(getattr(number, "shape", ()))
+        if tally.shape != shape:
+            raise RouterError(f"{type(self).__name__} counts shape {shape} in {name!r}, which has {tuple(tally.shape)}")
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self.training and not recomputing:
-            getattr(self, name).add_(number)
+            tally.add_(number)
 
     @torch.no_grad()
     def after_step(self):

@@ -65,8 +65,8 @@ def signed(x: float) -> str:
 def compare(options: Compare, scripts: dict[str, ModuleType]):
     """Two experiments, A and B, compared seed by seed: the mean of A - B with its 95% interval.
 
-    Pass a run of each, of the same script and data. Their other seeds are found beside them by their constants. A seed
-    affects both runs of a pair alike, so their differences vary less than their scores. If the interval contains 0, the
+    Pass a run of each, of the same script and data. Their other seeds are found automatically in the same folders. A
+    seed affects both runs of a pair alike, so differences vary less than scores. If the interval contains 0, the
     difference is not significant.
     """
     if len(options.folders) != 2:
@@ -96,6 +96,8 @@ def compare(options: Compare, scripts: dict[str, ModuleType]):
         levels |= {"mean of A - B": mean, "its 95% interval": (low, high)}
         records.append({"side": f"A - B {unit}", "mean": mean, "low": low, "high": high, "p": p})
         verdict = f"A is {'higher' if mean > 0 else 'lower'}"
+        if "is better" in words:
+            verdict = "A is better" if (mean > 0) == ("higher" in words) else "A is worse"
         if low <= 0 <= high:
             verdict = "no significant difference"
         verdict += f", {signed(mean)}{unit} ({signed(low)}{unit} to {signed(high)}{unit}, p {p:.2g})"

@@ -197,6 +197,8 @@ class TrainedRun:
 
 def read_run(folder: str, script: str = "") -> TrainedRun:
     """Raises ValueError if the folder has no finished run, or not one of the script."""
+    if not Path(folder).exists():
+        raise ValueError(f"{folder} does not exist: pass the folder of a run, named after its options")
     if not Path(folder, "result.json").exists():
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
     config, result = (read_json(Path(folder, name)) for name in ("config.json", "result.json"))

@@ -111,7 +111,7 @@ def test_seeds_are_found_by_their_constants_and_compared_in_pairs(experiments, d
     assert f"A: {experiments[0]}, seeds 0, 1, 2\nB: {experiments[1]}, seeds 0, 1, 2, 3\n" in out
     assert "A and B differ in:\n  router topk, " in out
     assert "A - B by seed: 0: -0.7%, 1: -0.57%, 2: -0.77%\n" in out
-    assert "test perplexity (lower is better): A is lower, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
+    assert "test perplexity (lower is better): A is better, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
     costs = ["FLOPs, nominal", "FLOPs, served", "minutes", "unserved"]
     assert kept["table"][0] == ["side", MEASURE, *costs]
     assert kept["table"][1] == ["A", "88.39 ± 1.5001", "1e+06", "", "1.5", "1"]
@@ -196,6 +196,7 @@ def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_p
     assert "pass two runs" in error(a)
     assert "differ only in their seed" in error(a, tmp_path / "mine 2")
     assert f"{tmp_path} has no finished run" in error(tmp_path, a)
+    assert f"{tmp_path}/none does not exist" in error(tmp_path / "none", a)
     assert "has no finished run" in error(write_run(tmp_path / "n/new", 0, finished=False), a)
     for name in ("data_checksum", "tokenizer_checksum"):
         other = write_run(tmp_path / name, 0, **{name: "?"})
