@@ -174,7 +174,7 @@ class Router(nn.Module):
         """Adds to a tally, in training. In `after_step` it holds the sum over all micro-batches and processes."""
         if name not in self.tallies:
             raise RouterError(f"{type(self).__name__} has no tally {name!r}: add self.tally({name!r}, E) to __init__")
-        tally, shape = getattr(self, name), tuple(getattr(number, "shape", ()))
+        tally, shape = getattr(self, name), tuple(number.shape) if isinstance(number, Tensor) else ()
         if tally.shape != shape:
             raise RouterError(f"{type(self).__name__} counts shape {shape} in {name!r}, which has {tuple(tally.shape)}")
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
