@@ -13,6 +13,7 @@ from helpers import OWN_CODE, TINY_LM
 from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine.run import SIGNALS
+from routers import ROUTERS
 
 
 def pytest_addoption(parser):
@@ -27,6 +28,19 @@ os.environ["HF_MODULES_CACHE"] = modules.name  # where transformers copies the c
 def one_thread():
     """A second thread only slows down such small tensors."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_routers() -> set[str]:
+    return set(ROUTERS)
+
+
+@pytest.fixture(autouse=True)
+def forget_routers(known_routers):
+    """Forgets the routers that a test defines or imports from a file."""
+    yield
+    for name in ROUTERS.keys() - known_routers:
+        del ROUTERS[name]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
 from metrics import timing
-from routers import ROUTERS
 
 __all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
@@ -74,10 +73,7 @@ def trained(corpora, electra_corpora, tmp_path_factory) -> SimpleNamespace:
 def place(trained, monkeypatch):
     """Changes to the folder of the runs."""
     monkeypatch.chdir(trained.base)
-    before = dict(ROUTERS)
-    yield trained
-    ROUTERS.clear()
-    ROUTERS.update(before)
+    return trained
 
 
 def read(folder: str, name: str = "result.json"):

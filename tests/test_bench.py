@@ -161,15 +161,12 @@ def test_flops_count_the_rows_that_are_served(router, served):
 
 @pytest.mark.parametrize("name", ["bias", "shared", "relu", "null", "noisy"])
 def test_routers_with_constants_and_random_numbers_are_timed_and_checked(name):
-    before = dict(ROUTERS)
     router = f"{ROOT / 'examples/routers_of_today.py'}:{name}"
     shape = train_lm.Config(n_embd=16, ffn_size=8, split=2, expert_ffns=4, capacity=0.5, router=router)
     _, facts = bench.our_layer(shape, torch.randn(1, 64, 16), CPU)
     assert 0 < facts["rows_per_token"] <= 1
     records = bench.against_the_cpu(router, bench.Config("check"), replace(CPU, dtype=torch.bfloat16))
     assert next(records)["right"]
-    ROUTERS.clear()
-    ROUTERS.update(before)
 
 
 def test_step_times_training_steps_of_equal_flops():

@@ -111,7 +111,7 @@ def folders(tmp_path_factory, xlmr) -> dict[str, str]:
 MISSING = {  # commands that need more than requirements.txt -> the module that they miss
     "engine.pretrained export {run} {out}": "safetensors",
     "finetune_xtreme --model {hf} --preset ciphers-tags --device cpu": "safetensors",
-    "finetune_xtreme --preset xlme-pos": "datasets",
+    "finetune_xtreme --model {run} --preset xlme-pos": "datasets",
     "data.prepare openwebtext --out {out} --tokenizer {run}": "datasets",
     "data.prepare opus100 --out {out} --tokenizer {run}": "datasets",
     "data.prepare text --source {texts} --out {out}": "pyarrow",

@@ -53,10 +53,9 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", [passed] if passed else MY_ROUTERS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
+@pytest.fixture(autouse=True)
+def my_routers():
     """Registers README's router and the ones below for this file only."""
-    before = dict(ROUTERS)
     [block] = re.findall(r'^(@router\("top1_random"\)\n.*?)^```', (ROOT / "README.md").read_text(), re.S | re.M)
     exec(block, globals() | {"router": lambda name: router("my_random")})
 
@@ -87,10 +86,6 @@ def registered():
             return Routing(
                 torch.where(chosen, probs, 0.0), priority, {"balance": (1.0, balance_loss(chosen, probs))}, probs
             )
-
-    yield
-    ROUTERS.clear()
-    ROUTERS.update(before)
 
 
 def layer(name: str, **changes):

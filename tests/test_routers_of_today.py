@@ -20,14 +20,6 @@ FILE = str(ROOT / "examples/routers_of_today.py")
 E, K, D = 6, 2, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def not_registered_elsewhere():
-    before = dict(ROUTERS)
-    yield
-    ROUTERS.clear()
-    ROUTERS.update(before)
-
-
 def made(name: str) -> Router:
     kind = find_router(f"{FILE}:{name}")
     return lively(kind(constants(n_embd=D, ffn_size=16, **kind.constants), E, K))
