@@ -206,8 +206,6 @@ def cells(result: dict) -> dict:
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
             row[f"{column}, {baseline}"] = result.get(baseline, {}).get(metric), ".2f"
     row["BLEU, valid"] = result["best"]["bleu"], ".2f"
-    steps = result.get("since_step", {}).values()
-    row["beats memory since step"] = max(steps) if steps and all(steps) else None, ",.0f"  # in every language
     pairs = result["test"]["pairs"]
     if 1 < len(pairs) <= 10:  # more columns would not fit
         for name, pair in pairs.items():
@@ -374,7 +372,6 @@ def train(config: Config, context) -> dict:
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         context.say(f"{counts['pairs']:,} pairs; left out because they are longer than block_size: {left_out}")
         counting = score_counting(data)
-        memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work / (2 * length), "smoothed loss {:.4f}".format)
@@ -403,15 +400,10 @@ def train(config: Config, context) -> dict:
             if tuple(bleu_chrf.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 run.extra["best"] = bleu_chrf | {"step": step + 1, "model": weights}
-            since_step = run.extra.setdefault("since_step", {})
-            for name, pair in valid["pairs"].items():
-                if pair["chrf"] > memories.get(name, math.inf):  # the memory's score on the test set
-                    since_step.setdefault(name, step + 1)
             scores |= bleu_chrf
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     result = test(model, data, run, config, context) | counting
-    result["since_step"] = {name: run.extra["since_step"].get(name) for name in memories}
     result["flops_served_per_pair"] = flops.as_served(model, work, result["test"]["layers"], length)
     return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
 
@@ -454,8 +446,6 @@ def report(config: Config, result: dict) -> str:
         if result["memory"]:
             for baseline in ("memory", "lookup"):
                 lines.append(f"    {baseline:10} {in_words(result[baseline]['pairs'][name])}")
-            since = result["since_step"][name]
-            lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
     lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
     for name, source, reference, translation in unlimited["examples"]:
         sample = f"{name}: {source}\n  reference: {reference}\n  model:     {translation}"
