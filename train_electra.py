@@ -447,9 +447,8 @@ def describe(scores: dict) -> str:
             line = f"generator: {line}; discriminator: loss {held_out['rtd']:.4f}, {saved}, "
             line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**held_out)
         lines.append(f"held-out {kind}: {line}")
-    line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
-    low, high = scores["translation"]["effect"]
-    lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
+    line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without"
+    lines.append(line.format(**scores["translation"]))
     layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     accuracy, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations retrieved by layer {layer}: {accuracy:.1%} ({scores['chance']:.1%} by chance), "
