@@ -135,7 +135,7 @@ def test_losses_and_scores_match_literal_loops(monkeypatch):
     torch.testing.assert_close(fast, torch.autograd.grad(slow_mlm + 50 * slow_rtd, parameters))
     assert all(g.abs().max() > 0 for g in fast)
 
-    config, special = Config(**TINY), (49, *range(4, 12))
+    config, special = Config(**TINY), (49, PAD, *range(4, 12))
     scores = score(model, [(0, 0, batch)], special, config, HERE)
     expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(nonpad))
     expected |= dict(generator=right / len(batch.masked), replaced=sum(replaced) / len(nonpad))
@@ -375,8 +375,9 @@ VOCABULARY = {"demo": 517, "captions": 4098, "base": 250_002, "large": 1 << 19, 
 
 def training_flops(config: Config) -> float:
     """Of all steps, as a run counts them."""
+    network = Electra if config.objective == "rtd" else MaskedLM
     with torch.device("meta"):
-        model = train_electra.NETWORKS[config.objective](config, VOCABULARY[config.preset])
+        model = network(config, VOCABULARY[config.preset])
     return config.steps * train_electra.step_flops(model)
 
 
