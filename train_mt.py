@@ -35,7 +35,7 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import SIGNALS, Run, stop
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, flops, perplexity
+from metrics import flops, in_perplexity, perplexity
 from metrics.bleu import mean, score_counting, score_translations
 from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import Translator, nonpad_mask, rows_of
@@ -255,10 +255,8 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             log_probs[:, never] = -math.inf
             total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
             total += score.unsqueeze(2)
-            must_end = (longest < t).tolist()
-            for i, at_limit in enumerate(must_end):
-                if at_limit:
-                    total[i] = total[i].where(is_end, -math.inf)
+            must_end = longest < t  # (b,)
+            total[must_end] = total[must_end].where(is_end, -math.inf)
             best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             parent, token = index // V, index % V
             ends = token == tokenizer.eos
@@ -273,7 +271,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             written = written.take_along_dim(parent.unsqueeze(2), dim=1)
             written = torch.cat([written, token.unsqueeze(2)], dim=2)
             full = [len(finished[sentence]) >= K for sentence in searched]
-            unfinished = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
+            unfinished = [i for i, is_last in enumerate(must_end.tolist()) if not (is_last or full[i])]
             rows = parent + K * torch.arange(len(searched), device=device).unsqueeze(1)
             past = rows_of(past, rows[unfinished].flatten())
             if len(unfinished) < len(searched):
@@ -342,7 +340,6 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     return {
         "loss": loss / tokens,
         "ppl": perplexity(loss / tokens),
-        "bpb": bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.gather) for name, watch in zip(model.moe_names, watches)],
     }
@@ -425,8 +422,7 @@ def in_words(scores: dict) -> str:
 
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
-    text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  ".format(**scores)
-    text += f"{losses_in_words(scores['layers'])}  {in_words(scores)}"
+    text = f"{in_perplexity(scores['loss'])}  {losses_in_words(scores['layers'])}  {in_words(scores)}"
     for layer in scores["layers"]:
         text += f"\n  {layer['name']}: {describe_routing(layer)}"
     return text
