@@ -289,10 +289,9 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     too_long = sum(len(text) > room for text in ids)
     if too_long:
         warn(f"{too_long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
-    nonempty = [number for number, text in enumerate(ids) if text]
-    sources = [ids[number][:room] for number in nonempty]
+    sources = {number: [*text[:room], tokenizer.eos] for number, text in enumerate(ids) if text}
     budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
-    batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
+    batches = [*source_batches(sources, tokenizer.pad, budget)]
     translations = {}  # by number of the text
     for numbers, batch in progress(batches[context.rank :: context.world], "translating"):
         source, nonpad = context.send_all(*batch)
@@ -300,7 +299,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
-            translations[nonempty[number]] = " ".join(text.split())  # a token may be a line feed
+            translations[number] = " ".join(text.split())  # a token may be a line feed
     translations = ChainMap(*context.gather(translations))
     return [translations.get(number, "") for number in range(len(texts))]
 

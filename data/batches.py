@@ -416,13 +416,13 @@ class TranslationData(Prepared):
         return Translation(*source, *target, torch.from_numpy(labels))
 
 
-def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
+def source_batches(sources: dict[int, list[int]], pad: int, micro_tokens: int):
     """Sources to translate, longest first, in batches of at most micro_tokens tokens, padding included.
 
-    Yields the numbers of the sources, and (source, source_nonpad) as in Translation.
+    sources: number -> ids. Yields the numbers of a batch, and its (source, source_nonpad) as in Translation.
     """
-    lengths = np.array([len(text) + 1 for text in ids])
-    order = np.argsort(-lengths, kind="stable")
-    for batch in cut(lengths[order, None], micro_tokens):
-        numbers = order[batch].tolist()
-        yield numbers, pad_rows(np.concatenate([[*ids[number], eos] for number in numbers]), lengths[numbers], pad)
+    numbers = sorted(sources, key=lambda number: -len(sources[number]))
+    lengths = np.array([len(sources[number]) for number in numbers])
+    for batch in cut(lengths[:, None], micro_tokens):
+        ids = np.concatenate([sources[number] for number in numbers[batch]])
+        yield numbers[batch], pad_rows(ids, lengths[batch], pad)

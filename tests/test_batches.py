@@ -546,12 +546,12 @@ def test_held_out_texts_keep_their_original_form(aligned):
 
 
 def test_sources_to_translate_come_longest_first_within_the_budget():
-    ids = [[5] * n for n in (3, 9, 0, 4, 4, 30)]
-    numbers, sources = zip(*source_batches(ids, pad=1, eos=2, micro_tokens=10))
+    ids = {number: [5] * n + [2] for number, n in enumerate((3, 9, 0, 4, 4, 30))}
+    numbers, sources = zip(*source_batches(ids, pad=1, micro_tokens=10))
     assert numbers == ([5], [1], [3, 4], [0, 2])  # 31, 10, 2 x 5 and 2 x 4 tokens
     for batch, source in zip(numbers, sources):
-        assert rows_without_padding(*source) == [[*ids[number], 2] for number in batch]
-    assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
+        assert rows_without_padding(*source) == [ids[number] for number in batch]
+    assert list(source_batches({}, pad=1, micro_tokens=12)) == []
 
 
 def pairs_of_ids(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
