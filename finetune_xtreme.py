@@ -476,11 +476,6 @@ def describe(scores: dict[str, float]) -> str:
     return ", ".join(f"{metric} {value:.1f}" for metric, value in scores.items())
 
 
-LOOK_FOR = """
-Look at English first: above counting, the encoder knows more about a text than its words. Then look at the ciphers,
-which have no training examples: above counting there, what it has learned in English transfers to other languages."""
-
-
 def report(config: Config, result: dict) -> str:
     """A finished result as text: a table of the languages, and the gap to English."""
     lines = [f"\n{result['name']}: weights of step {result['step']}, best in English development\n"]
@@ -492,8 +487,6 @@ def report(config: Config, result: dict) -> str:
     if result["unlabelled"]:
         where = f"predictions are in {config.out_dir}/{result['name']}"
         lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")
-    if config.task in LABORATORY:
-        lines.append(LOOK_FOR)
     return "\n".join(lines)
 
 

@@ -237,9 +237,6 @@ class Electra(SparseModel):
         return logits, router_loss, disc_logits, replaced
 
 
-NETWORKS = {"rtd": Electra, "mlm": MaskedLM}  # by objective
-
-
 @torch.no_grad()
 def sample(logits: Tensor) -> Tensor:
     """logits (M, V) -> (M,) tokens sampled from softmax(logits) by the Gumbel-max trick, without gradient.
@@ -266,7 +263,7 @@ def score(model, batches, special, config: Config, context) -> dict:
     """Mean losses and accuracies over all batches of all processes, always with the same sampled tokens.
 
     saved: how much lower the discriminator's loss is than that of a blind guess, as a share of it. The guess knows only
-    that `special` ids are never masked and what share of other tokens is replaced.
+    that `special` ids (with <pad>) are never masked and what share of other tokens is replaced.
     """
     special = torch.tensor([*special])
     counts, sums = Counter(), Counter()  # of this process, of all processes
@@ -279,14 +276,10 @@ def score(model, batches, special, config: Config, context) -> dict:
             else:
                 logits, _ = model(ids, masked, nonpad=nonpad)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
-        visible = batch.ids.flatten()
-        if batch.nonpad is not None:
-            visible = visible[batch.nonpad]  # (S,)
-        M, S = len(right), len(visible)
+        M, S = len(right), batch.tokens
         counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
-        counts.update(tokens=S)
         # Special tokens are never masked. A masked position shows the mask, a special token, but hides another.
-        counts["maskable"] += S - int(torch.isin(visible, special).sum()) + M
+        counts.update(tokens=S, maskable=M + int((~torch.isin(batch.ids, special)).sum()))
         if config.objective == "rtd":
             correct = (disc_logits > 0) == replaced  # (S,)
             counts["rtd"] += S * float(disc_loss(disc_logits, replaced))
@@ -413,7 +406,8 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
 def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     """A new model."""
     seed_all(config.seed)
-    model = context.place(NETWORKS[config.objective](config, data["pairs"].vocab_size))
+    network = Electra if config.objective == "rtd" else MaskedLM
+    model = context.place(network(config, data["pairs"].vocab_size))
     if config.frequency_bias:
         getattr(model, "generator", model).bias.data.copy_(data["sentences"].log_frequencies())
     return model
@@ -447,9 +441,8 @@ def describe(scores: dict) -> str:
             line = f"generator: {line}; discriminator: loss {held_out['rtd']:.4f}, {saved}, "
             line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**held_out)
         lines.append(f"held-out {kind}: {line}")
-    line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
-    low, high = scores["translation"]["effect"]
-    lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
+    line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without"
+    lines.append(line.format(**scores["translation"]))
     layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     accuracy, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations retrieved by layer {layer}: {accuracy:.1%} ({scores['chance']:.1%} by chance), "

@@ -35,7 +35,7 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import SIGNALS, Run, stop
 from engine.table import Table, carry_out, start
-from metrics import bits_per_byte, flops, perplexity
+from metrics import flops, in_perplexity, perplexity
 from metrics.bleu import mean, score_counting, score_translations
 from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import Translator, nonpad_mask, rows_of
@@ -206,8 +206,6 @@ def cells(result: dict) -> dict:
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
             row[f"{column}, {baseline}"] = result.get(baseline, {}).get(metric), ".2f"
     row["BLEU, valid"] = result["best"]["bleu"], ".2f"
-    steps = result.get("since_step", {}).values()
-    row["beats memory since step"] = max(steps) if steps and all(steps) else None, ",.0f"  # in every language
     pairs = result["test"]["pairs"]
     if 1 < len(pairs) <= 10:  # more columns would not fit
         for name, pair in pairs.items():
@@ -257,10 +255,8 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             log_probs[:, never] = -math.inf
             total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
             total += score.unsqueeze(2)
-            must_end = (longest < t).tolist()
-            for i, at_limit in enumerate(must_end):
-                if at_limit:
-                    total[i] = total[i].where(is_end, -math.inf)
+            must_end = longest < t  # (b,)
+            total[must_end] = total[must_end].where(is_end, -math.inf)
             best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             parent, token = index // V, index % V
             ends = token == tokenizer.eos
@@ -275,7 +271,7 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             written = written.take_along_dim(parent.unsqueeze(2), dim=1)
             written = torch.cat([written, token.unsqueeze(2)], dim=2)
             full = [len(finished[sentence]) >= K for sentence in searched]
-            unfinished = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
+            unfinished = [i for i, is_last in enumerate(must_end.tolist()) if not (is_last or full[i])]
             rows = parent + K * torch.arange(len(searched), device=device).unsqueeze(1)
             past = rows_of(past, rows[unfinished].flatten())
             if len(unfinished) < len(searched):
@@ -293,10 +289,9 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     too_long = sum(len(text) > room for text in ids)
     if too_long:
         warn(f"{too_long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
-    nonempty = [number for number, text in enumerate(ids) if text]
-    sources = [ids[number][:room] for number in nonempty]
+    sources = {number: [*text[:room], tokenizer.eos] for number, text in enumerate(ids) if text}
     budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
-    batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
+    batches = [*source_batches(sources, tokenizer.pad, budget)]
     translations = {}  # by number of the text
     for numbers, batch in progress(batches[context.rank :: context.world], "translating"):
         source, nonpad = context.send_all(*batch)
@@ -304,7 +299,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
-            translations[nonempty[number]] = " ".join(text.split())  # a token may be a line feed
+            translations[number] = " ".join(text.split())  # a token may be a line feed
     translations = ChainMap(*context.gather(translations))
     return [translations.get(number, "") for number in range(len(texts))]
 
@@ -344,7 +339,6 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     return {
         "loss": loss / tokens,
         "ppl": perplexity(loss / tokens),
-        "bpb": bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.gather) for name, watch in zip(model.moe_names, watches)],
     }
@@ -374,7 +368,6 @@ def train(config: Config, context) -> dict:
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         context.say(f"{counts['pairs']:,} pairs; left out because they are longer than block_size: {left_out}")
         counting = score_counting(data)
-        memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work / (2 * length), "smoothed loss {:.4f}".format)
@@ -403,15 +396,10 @@ def train(config: Config, context) -> dict:
             if tuple(bleu_chrf.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 run.extra["best"] = bleu_chrf | {"step": step + 1, "model": weights}
-            since_step = run.extra.setdefault("since_step", {})
-            for name, pair in valid["pairs"].items():
-                if pair["chrf"] > memories.get(name, math.inf):  # the memory's score on the test set
-                    since_step.setdefault(name, step + 1)
             scores |= bleu_chrf
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     result = test(model, data, run, config, context) | counting
-    result["since_step"] = {name: run.extra["since_step"].get(name) for name in memories}
     result["flops_served_per_pair"] = flops.as_served(model, work, result["test"]["layers"], length)
     return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
 
@@ -433,8 +421,7 @@ def in_words(scores: dict) -> str:
 
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
-    text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  ".format(**scores)
-    text += f"{losses_in_words(scores['layers'])}  {in_words(scores)}"
+    text = f"{in_perplexity(scores['loss'])}  {losses_in_words(scores['layers'])}  {in_words(scores)}"
     for layer in scores["layers"]:
         text += f"\n  {layer['name']}: {describe_routing(layer)}"
     return text
@@ -454,8 +441,6 @@ def report(config: Config, result: dict) -> str:
         if result["memory"]:
             for baseline in ("memory", "lookup"):
                 lines.append(f"    {baseline:10} {in_words(result[baseline]['pairs'][name])}")
-            since = result["since_step"][name]
-            lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
     lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
     for name, source, reference, translation in unlimited["examples"]:
         sample = f"{name}: {source}\n  reference: {reference}\n  model:     {translation}"

@@ -384,22 +384,12 @@ class TranslationData(Prepared):
         return [numbers[order[batch]] for batch in cut(sizes[order], self.micro_tokens)]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """The `eval_pairs` in batches, which processes take in turn."""
-        for numbers in self.sort_and_cut(split, self.eval_pairs(split, max_tokens))[rank::world]:
-            yield self.translation(split, numbers)
-
-    def eval_pairs(self, split, max_tokens=None) -> ndarray:
-        """The numbers of all pairs that are short enough, or of about max_tokens tokens of them (see evenly)."""
+        """All pairs that are short enough, or about max_tokens tokens of them (see evenly). Processes take turns."""
         numbers = np.concatenate(self.fitting[split])
         rows = self.pairs(split, numbers)
-        return numbers[evenly(rows.language, rows.sizes.sum(axis=1), max_tokens)]
-
-    def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
-        """The size of the translations in `eval_pairs`, in `tokens` (with `</s>`) and `bytes`."""
-        numbers = self.eval_pairs(split, max_tokens)
-        _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
-        texts = [text for language in self.languages for text in self.texts(split, language)[1]]
-        return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
+        numbers = numbers[evenly(rows.language, rows.sizes.sum(axis=1), max_tokens)]
+        for batch in self.sort_and_cut(split, numbers)[rank::world]:
+            yield self.translation(split, batch)
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but with the source first."""
@@ -426,13 +416,13 @@ class TranslationData(Prepared):
         return Translation(*source, *target, torch.from_numpy(labels))
 
 
-def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
+def source_batches(sources: dict[int, list[int]], pad: int, micro_tokens: int):
     """Sources to translate, longest first, in batches of at most micro_tokens tokens, padding included.
 
-    Yields the numbers of the sources, and (source, source_nonpad) as in Translation.
+    sources: number -> ids. Yields the numbers of a batch, and its (source, source_nonpad) as in Translation.
     """
-    lengths = np.array([len(text) + 1 for text in ids])
-    order = np.argsort(-lengths, kind="stable")
-    for batch in cut(lengths[order, None], micro_tokens):
-        numbers = order[batch].tolist()
-        yield numbers, pad_rows(np.concatenate([[*ids[number], eos] for number in numbers]), lengths[numbers], pad)
+    numbers = sorted(sources, key=lambda number: -len(sources[number]))
+    lengths = np.array([len(sources[number]) for number in numbers])
+    for batch in cut(lengths[:, None], micro_tokens):
+        ids = np.concatenate([sources[number] for number in numbers[batch]])
+        yield numbers[batch], pad_rows(ids, lengths[batch], pad)

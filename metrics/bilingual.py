@@ -1,59 +1,37 @@
 """Scores on held-out translation pairs, measured during training."""
 
-from collections import Counter
 from functools import lru_cache, partial
 from itertools import chain
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from data.batches import Masked, PairData
+from data.batches import PairData
 from data.files import progress
 from metrics import crosslingual
 from model import Encoder, MaskedLM
 
 
-def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskings: int) -> dict:
+@torch.no_grad()
+def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskings: int) -> dict[str, float]:
     """Accuracy on masked tokens of one half of a pair, `with` the unmasked other half in the input and `without` it.
 
-    Both mask the same tokens, out of at most `eval_tokens`. `effect`: the 95% interval of the difference, for a ratio
-    of sums over pairs.
+    Both mask the same tokens, out of at most `eval_tokens`.
     """
     args = "valid", maskings, config.eval_tokens, context.rank, context.world
-    local, total = Counter(), Counter()  # first row of a batch -> counts (4, B), summed over halves and maskings
+    counts = torch.zeros(2, 2, dtype=torch.float64)  # with and without the other half: correct and masked tokens
     for half in (0, 1):
-        both_shown = pairs.eval_batches(*args, masked=(half,))
-        one_shown = pairs.eval_batches(*args, masked=(half,), shown=(half,))
-        batches = progress(zip(both_shown, one_shown), "translations")
-        for (_, first, both), (_, _, one) in batches:
-            local[first] += torch.cat([correct_by_row(model, batch, context) for batch in (both, one)])
-    for counts in context.gather(local):
-        total.update(counts)
-    rows = [total[first] for first in sorted(total)]
-    correct, masked, correct_alone, _ = torch.cat(rows, dim=1)  # (R,) each
-    n, gain = masked.sum(), correct - correct_alone
-    mean = gain.sum() / n
-    error = (gain - mean * masked).square().sum().sqrt() / n
-    return {
-        "with": float(correct.sum() / n),
-        "without": float(correct_alone.sum() / n),
-        "effect": [float(mean - 1.96 * error), float(mean + 1.96 * error)],
-    }
-
-
-@torch.no_grad()
-def correct_by_row(model: MaskedLM, batch: Masked, context) -> Tensor:
-    """(2, B): the correctly predicted and the masked tokens of each row."""
-    ids, masked, targets, nonpad = context.send_all(*batch[:4])
-    with context.autocast():
-        logits, _ = model(ids, masked, nonpad=nonpad)
-    correct = logits.argmax(dim=1) == targets  # (M,)
-    counts = torch.stack([correct, torch.ones_like(correct)])
-    row = batch.masked // ids.shape[1]  # (M,)
-    by_row = torch.zeros(2, len(ids), dtype=torch.float64)
-    return by_row.index_add_(1, row, counts.cpu().double())
+        for row, shown in zip(counts, [(0, 1), (half,)]):
+            batches = pairs.eval_batches(*args, masked=(half,), shown=shown)
+            for _, _, batch in progress(batches, "translations"):
+                ids, masked, targets, nonpad = context.send_all(*batch[:4])
+                with context.autocast():
+                    logits, _ = model(ids, masked, nonpad=nonpad)
+                correct = logits.argmax(dim=1) == targets  # (M,)
+                row += torch.tensor([int(correct.sum()), len(correct)])
+    correct, masked = context.sum(counts).T
+    return dict(zip(("with", "without"), (correct / masked).tolist()))
 
 
 def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 1000) -> dict:
