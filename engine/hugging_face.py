@@ -8,7 +8,6 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 
 import math
 import re
-import textwrap
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import load_tokenizer
+from engine import one_line
 from engine.files import read_json, write
 from model import PAD
 
@@ -30,10 +30,6 @@ class SavedModel(NamedTuple):
     weights: Weights
     vocabulary: str  # checksum of its tokenizer; "" if unknown
     labels: Sequence[str] = ()  # of fine-tuning
-
-
-def short(error: Exception) -> str:
-    return textwrap.shorten(str(error), 300)
 
 
 SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
@@ -158,7 +154,7 @@ def read_tensors(folder: Path) -> Weights:
         try:
             tensors |= load_file(file)
         except Exception as error:  # damaged files raise many kinds of errors
-            raise ValueError(f"{file} cannot be read: {short(error)}") from None
+            raise ValueError(f"{file} cannot be read: {one_line(error):.300}") from None
     return tensors
 
 
