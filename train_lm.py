@@ -281,9 +281,9 @@ def train(config: Config, context) -> dict:
     result = test(model, data, context)
     result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
     if model.moe_layers and type(model.moe_layers[-1].router).K is None:
-        easy, hard = easy_and_hard(model, [x for x, _ in data.eval_batches("test", 1 << 16)], context)
-        result["easy"] = [data.tokenizer.decode([token]) for token in easy]
-        result["hard"] = [data.tokenizer.decode([token]) for token in hard]
+        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
+        for name, tokens in zip(("easy", "hard"), easy_and_hard(model, batches, context)):
+            result[name] = [data.tokenizer.decode([token]) for token in tokens]
     return run.finish(result)
 
 

@@ -264,28 +264,22 @@ def named(runs: Iterable[TrainedRun]) -> list[TrainedRun]:
 
 
 def select_runs(script: str, options: FigureOptions, fits=None, lacks="") -> list[TrainedRun]:
-    """The runs in `options.folders`, or all finished runs of the script's demo except short trials.
+    """The runs in `options.folders`, or all finished runs of the script's demo.
 
     fits: constants -> whether a figure can show the run; lacks: why not, for the warning. Raises ValueError if a passed
     run is unfinished, or no run is left.
     """
     finished = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
-    runs = {}
-    for folder in map(str, map(Path, options.folders or finished)):
-        run = read_run(folder, script)
+    runs = []
+    for folder in dict.fromkeys(map(Path, options.folders or finished)):
+        run = read_run(str(folder), script)
         if fits is None or fits(run.config):
-            runs[folder] = run
+            runs.append(run)
         elif options.folders:
             warn(f"{folder} is left out: it {lacks}")
-    longest = max((run.config.get("steps", 0) for run in runs.values()), default=0)
-    for folder, run in [*runs.items()] if not options.folders else ():
-        steps = run.config.get("steps", 0)
-        if 2 * steps < longest:
-            warn(f"{folder} is left out: it has {steps} steps, others {longest}; pass its folder to include it")
-            del runs[folder]
     if not runs:
         raise ValueError(f"no suitable finished run of {script}.py: train one with python {script}.py, or pass folders")
-    return named(runs.values())
+    return named(runs)
 
 
 def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | None = None) -> tqdm:

@@ -113,10 +113,11 @@ def with_constants(Config: type, router: str) -> type:
         return Config
     cls, fields = find_router(router), []
     check_router(cls, Config)
+    modules = dict.fromkeys(sys.modules[kind.__module__] for kind in cls.__mro__ if issubclass(kind, Router))
+    in_files = all(hasattr(module, "__file__") for module in modules)  # not in a notebook, whose source is unknown
+    source = "".join(map(inspect.getsource, modules)) if in_files else ""
     for name, value in cls.constants.items():
-        modules = dict.fromkeys(sys.modules[kind.__module__] for kind in cls.__mro__ if issubclass(kind, Router))
-        source = "".join(inspect.getsource(module) for module in modules if hasattr(module, "__file__"))  # no notebook
-        if len(re.findall(rf"\b{name}\b", source)) == 1:
+        if in_files and not re.search(rf"(\.|getattr\(.*){name}\b", source):
             raise RouterError(f"{cls.__name__} never reads its constant {name!r}: use self.config.{name}")
         comment = re.search(rf'"{name}": .*?# *(.+)', source)
         text = tyro.conf.arg(help=comment[1] if comment else f"constant of router {router}")
@@ -194,11 +195,7 @@ def unread(config) -> set[str]:
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
     if config.router == "dense":
         return unused | of_routers | SPARSE
-    cls = find_router(config.router)
-    file = getattr(sys.modules[cls.__module__], "__file__", None)  # a class in a notebook has none
-    source = Path(file).read_text(encoding="utf-8") if file and cls.constants else ""
-    never_read = {name for name in cls.constants if file and not re.search(rf"(\.|getattr\(.*){name}\b", source)}
-    return unused | of_routers - cls.reads_with(config.score) | never_read
+    return unused | of_routers - find_router(config.router).reads_with(config.score)
 
 
 def refuse(config, presets: dict, names: set[str]):

@@ -8,9 +8,7 @@ trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "l
 
 import math
 import re
-import textwrap
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import load_tokenizer
+from engine import one_line
 from engine.files import read_json, write
 from model import PAD
 
@@ -31,10 +30,6 @@ class SavedModel(NamedTuple):
     weights: Weights
     vocabulary: str  # checksum of its tokenizer; "" if unknown
     labels: Sequence[str] = ()  # of fine-tuning
-
-
-def short(error: Exception) -> str:
-    return textwrap.shorten(str(error), 300)
 
 
 SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
@@ -130,13 +125,14 @@ XLM_R = Layout(
     prefix="roberta.",
     unused_positions=PAD + 1,
 )
+WEIGHT_FILES = "model*.safetensors"  # one, or several shards
 LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # by SavedModel.kind
 DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # constants that may be missing
 
 
 def read(folder: Path) -> SavedModel:
     """Reads GPT-2, XLM-R or an exported run."""
-    if not weight_files(folder):
+    if not any(folder.glob(WEIGHT_FILES)):
         raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model with a model.safetensors")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
@@ -150,21 +146,15 @@ def read(folder: Path) -> SavedModel:
     return SavedModel(kind, DEFAULTS | constants, weights, vocabulary="")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """safetensors, or pickles for older models."""
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-
-
 def read_tensors(folder: Path) -> Weights:
+    from safetensors.torch import load_file
+
     tensors = {}
-    for file in weight_files(folder):
-        load = partial(torch.load, map_location="cpu", weights_only=True)
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file as load
+    for file in sorted(folder.glob(WEIGHT_FILES)):
         try:
-            tensors |= load(file)
+            tensors |= load_file(file)
         except Exception as error:  # damaged files raise many kinds of errors
-            raise ValueError(f"{file} cannot be read: {short(error)}") from None
+            raise ValueError(f"{file} cannot be read: {one_line(error):.300}") from None
     return tensors
 
 

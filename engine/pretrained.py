@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from torch import nn
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from engine import hugging_face
+from engine import hugging_face, one_line
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
-from engine.hugging_face import DEFAULTS, FINE_TUNED, LAYOUTS, SIZES, SavedModel, Weights, short
+from engine.hugging_face import DEFAULTS, FINE_TUNED, LAYOUTS, SIZES, SavedModel, Weights
 from model import GPT, Encoder, Translator
 
 MODELS = {"GPT": GPT, "Translator": Translator}  # SavedModel.kind -> loaded class
@@ -62,7 +62,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     try:
         model = model_class(SimpleNamespace(**constants), V)
     except Exception as error:  # constants of another version raise many kinds of errors
-        raise ValueError(f"{path} does not describe a model: {short(error)}") from error
+        raise ValueError(f"{path} does not describe a model: {one_line(error):.300}") from error
     if model_class is Encoder:  # drop the pre-training head; weights without a head have no prefix
         encoder = {name.removeprefix("encoder."): x for name, x in weights.items() if name.startswith("encoder.")}
         weights = encoder or weights
@@ -121,7 +121,7 @@ def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> n
     try:
         model.load_state_dict({name: weights[name] for name in model.state_dict().keys() & weights.keys()})
     except RuntimeError as error:
-        problem = f"{path} does not have the weights of the model that it describes: {short(error)}"
+        problem = f"{path} does not have the weights of the model that it describes: {one_line(error):.300}"
         raise ValueError(f"{problem} (if an older version trained it, train it again)") from None
     return model
 

@@ -116,22 +116,20 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
 
 def comparison(config, presets: dict, name: str) -> str | None:
     """The command that compares a run with one of the preset's router, or with the preset if it has that router."""
-    preset = type(config)(**{"preset": config.preset} | presets[config.preset])
-    options = changed(config, presets).keys()
-    routing = options & ({"router"} | unread(dataclasses.replace(config, router="dense")))
-    reset = routing or options - {"data", "pairs", "seed", "seeds", "dtype", "out_dir"}
-    other = dataclasses.replace(config, **{field: getattr(preset, field) for field in reset})
-    folder = Path(config.out_dir, run_name(other, presets))
+    options = changed(config, presets)
+    routing = options.keys() & ({"router"} | unread(dataclasses.replace(config, router="dense")))
+    reset = routing or options.keys() - {"data", "pairs", "seed", "seeds", "dtype", "out_dir"}
+    kept = {"preset": config.preset} | {field: options[field] for field in options if field not in reset}
+    folder = Path(config.out_dir, run_name(type(config)(**presets[config.preset] | kept), presets))
     if folder.name == name:
         return None
-    words = "compare seed by seed: "
+    command = shlex.join(["python", "analyze.py", "compare", str(folder.with_name(name)), str(folder)])
     if not (folder / "result.json").exists():
-        options = ["--preset", config.preset]
-        for field, value in changed(other, presets).items():
-            for word in value if isinstance(value, tuple) else [value]:
-                options += [f"--{field}", str(word)]
-        words += f"python {Path(sys.argv[0]).name} {shlex.join(options)} && "
-    return f"{words}python analyze.py compare {shlex.join([str(folder.with_name(name)), str(folder)])}"
+        train = ["python", Path(sys.argv[0]).name]
+        for field, value in kept.items():
+            train += [f"--{field}", str(value)]  # lists are layers with experts, which are never kept
+        command = f"{shlex.join(train)} && {command}"
+    return f"compare seed by seed: {command}"
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:

@@ -95,27 +95,23 @@ def describe_routing(layer: dict) -> str:
 
 
 @torch.no_grad()
-def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list]:
+def easy_and_hard(model, batches: list[Tensor], context, occurs: int = 20) -> tuple[list, list]:
     """The 8 tokens that request the fewest experts of the last MoE layer, and the 8 that request the most.
 
     batches: ids (B, T) without padding; occurs: tokens that are rarer are ignored.
     """
-    V, moe = model.vocab_size, model.moe_layers[-1]
-    count, wanted = torch.zeros(V), torch.zeros(V)
-
-    def watch(moe, h, routing, kept):
-        count.add_(torch.bincount(ids, minlength=V))
-        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).to(wanted))
-
+    V, watchers, wanted = model.vocab_size, model.moe_layers[-1].watchers, []
+    watchers.append(lambda moe, h, routing, kept: wanted.append(routing.wanted.sum(dim=1).cpu()))
     model.eval()
-    moe.watchers.append(watch)
-    for batch in progress(batches, "choices of tokens"):
-        ids = batch.flatten()
+    for ids in progress(batches, "choices of tokens"):
         with context.autocast():
-            model(*context.send_all(batch))
-    moe.watchers.remove(watch)
+            model(context.send(ids))
+    watchers.pop()
+    ids = torch.cat(batches).flatten()
+    count = ids.bincount(minlength=V)
+    mean = ids.bincount(torch.cat(wanted), minlength=V) / count  # nan if it does not occur
     frequent = (count >= occurs).nonzero().squeeze(1)
-    order = frequent[(wanted[frequent] / count[frequent]).argsort(stable=True)].tolist()
+    order = frequent[mean[frequent].argsort(stable=True)].tolist()
     return order[:8], order[::-1][:8]
 
 

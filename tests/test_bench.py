@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -93,21 +92,13 @@ def test_a_router_that_refuses_a_shape_is_skipped_but_a_wrong_one_is_not(capsys)
         bench.measure(makers, bench.Config("layer"), CPU)
 
 
-def test_one_more_run_on_a_gpu_has_peak_memory_and_syncs(monkeypatch):
-    def run():
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-
-    assert bench.memory_and_syncs(run, CPU) == {}
-    modes = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+def test_one_more_run_on_a_gpu_has_peak_memory(monkeypatch):
+    assert bench.peak_memory(list, CPU) == {}
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
-    facts = bench.memory_and_syncs(run, replace(CPU, device=torch.device("cuda")))
-    line = run.__code__.co_firstlineno + 1
-    assert facts == {"peak_mb": 2, "host_waits": {f"test_bench.py:{line}": 1}}
-    assert modes == ["warn", "default"]
+    facts = bench.peak_memory(list, replace(CPU, device=torch.device("cuda")))
+    assert facts == {"peak_mb": 2}
 
 
 def test_layer_compares_every_router_and_mixtral_with_the_dense_layer(results, monkeypatch, capsys):

@@ -163,12 +163,12 @@ def test_a_rate_never_rises_after_the_warm_up():
     assert parse("--learning_rate", "3e-5").min_learning_rate == 3e-5  # constant after the warm-up
 
 
-UNREAD = """
+MARGIN = """
 from routers import ROUTERS, router
 
 @router("margin")
 class Margin(ROUTERS["topk"]):
-    constants = {"margin": 0.1, "slope": 2}
+    constants = {CONSTANTS}
 
     def choose(self, score, probs):
         return super().choose(score + self.config.slope, probs)
@@ -176,12 +176,13 @@ class Margin(ROUTERS["topk"]):
 
 
 def test_a_routers_own_constant_that_it_never_reads_is_refused(tmp_path):
-    (tmp_path / "mine.py").write_text(UNREAD)
-    line = ["--router", f"{tmp_path}/mine.py:margin"]
+    line = ["--router", f"{tmp_path}/sound.py:margin"]
+    (tmp_path / "sound.py").write_text(MARGIN.replace("CONSTANTS", "'slope': 2"))
     assert parse(*line, "--slope", "3").slope == 3
-    assert "slope" in identity(parse(*line)) and "margin" not in identity(parse(*line))
-    with pytest.raises(ValueError, match="^--margin is not read with --router .*: leave it out$"):
-        parse(*line, "--margin", "3")
+    assert "slope" in identity(parse(*line))
+    (tmp_path / "mine.py").write_text(MARGIN.replace("CONSTANTS", "'slope': 2, 'margin': 0.1"))
+    with pytest.raises(ValueError, match="^Margin never reads its constant 'margin': use self.config.margin$"):
+        parse("--router", f"{tmp_path}/mine.py:margin")
 
 
 def test_only_one_process_of_a_node_prints_the_error(options, monkeypatch, capsys):

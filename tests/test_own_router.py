@@ -318,6 +318,6 @@ def test_help_shows_the_constants_of_a_router_with_their_comments(tmp_path, monk
     assert stop.value.code == 0
     assert '--rate FLOAT how fast "it" goes: 5% # a step (default: 0.25)' in out
     assert f"--kind STR constant of router {name} (default: none)" in out
-    assert "--threshold FLOAT the chosen" in out
+    assert "--threshold FLOAT the chosen experts' probabilities must sum to" in out
     config = command_line(train_lm.Config, train_lm.PRESETS, ["--router", name, "--kind", "false", "--rate", "1"])
     assert (config.kind, config.rate, config.inherited) == ("false", 1.0, 2)

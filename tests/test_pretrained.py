@@ -127,18 +127,17 @@ def save(folder: Path, kind: str):
     return model
 
 
-def to_pickle(folder: Path):
-    """Stores the weights as the hub stores GPT-2: a pickle of a model without a head, whose names have no prefix."""
-    from safetensors.torch import load_file
+def without_head(folder: Path):
+    """Stores the weights as the hub stores GPT-2: those of a model without a head, whose names have no prefix."""
+    from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
     names = {name: name.removeprefix("transformer.").removeprefix("roberta.") for name in tensors}
-    torch.save({names[name]: x for name, x in tensors.items()}, folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    save_file({names[name]: x for name, x in tensors.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "xlmr"])
-def test_one_file_shards_and_a_pickle_load_the_same_model(layout, tmp_path):
+def test_one_file_shards_and_names_without_prefix_load_the_same_model(layout, tmp_path):
     model = save(tmp_path, layout)
     loaded = [load(tmp_path)]
     (tmp_path / "model.safetensors").unlink()
@@ -151,7 +150,7 @@ def test_one_file_shards_and_a_pickle_load_the_same_model(layout, tmp_path):
     for shard in others:
         shard.unlink()
     model.save_pretrained(tmp_path)
-    to_pickle(tmp_path)
+    without_head(tmp_path)
     loaded.append(load(tmp_path))
     first, _ = loaded[0]
     for net, tokenizer in loaded:
@@ -183,7 +182,7 @@ BAD = {
     "more layers": (lambda f: change(f, num_hidden_layers=3), "does not have the weights of the model"),
     "truncated configuration": (lambda f: truncate(f / "config.json"), "config.json is not readable JSON"),
     "truncated weights": (lambda f: truncate(f / "model.safetensors"), "model.safetensors cannot be read"),
-    "truncated pickle": (lambda f: (to_pickle(f), truncate(f / "pytorch_model.bin")), "model.bin cannot be read"),
+    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "with a model.safetensors"),
     "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
     "damaged vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?"), "is not a SentencePiece model"),
 }

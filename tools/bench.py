@@ -6,9 +6,8 @@
 
 Contenders run in turns. `ms` is the median time, and `spread` half its interquartile range. `ratio` is the time over
 the dense one's, at equal FLOPs (a layer's FLOPs are those of the rows that its experts serve), so 1 means no overhead.
-On a GPU, `peak_mb` is the peak memory of a run, beyond what is allocated before it, and `host_waits` counts syncs by
-file and line. Results are saved after each section, to results/gpu/CARD-PART-TYPE.json, or to out/bench without a GPU.
-Please contribute your GPU's file.
+On a GPU, `peak_mb` is the peak memory of a run, beyond what is allocated before it. Results are saved after each
+section, to results/gpu/CARD-PART-TYPE.json, or to out/bench without a GPU. Please contribute your GPU's file.
 """
 
 import itertools
@@ -16,8 +15,6 @@ import math
 import subprocess
 import sys
 import traceback
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,23 +77,18 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         baseline = records[0]["teraflops"] if records else speed
         record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": baseline / speed}
-        records.append(record | {"teraflops": speed} | facts[name] | memory_and_syncs(run, context))
+        records.append(record | {"teraflops": speed} | facts[name] | peak_memory(run, context))
     return records
 
 
-def memory_and_syncs(run: Callable, context) -> dict:
-    """The peak memory of one more run, and its syncs by file and line, on a GPU."""
+def peak_memory(run: Callable, context) -> dict:
+    """The peak memory of one more run, on a GPU."""
     if context.device.type != "cuda":
         return {}
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        torch.cuda.set_sync_debug_mode("warn")
-        run()
-        torch.cuda.set_sync_debug_mode("default")
-    syncs = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
-    waits = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in syncs)
-    return {"peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20, "host_waits": waits}
+    run()
+    return {"peak_mb": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
