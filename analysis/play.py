@@ -22,7 +22,7 @@ from torch import Tensor
 
 from analysis.shared import corpus_of
 from engine import pretrained
-from engine.config import Texts, check
+from engine.config import check
 from engine.device import seed_all, setup
 from engine.files import read_json
 from model import GPT, Encoder
@@ -38,10 +38,10 @@ LISTED = 14  # tokens shown per expert
 @dataclass
 class Play:
     run: str | None = None  # run folder of train_lm.py, train_mlm.py or train_electra.py; default: train_lm.py's demo
-    text: Texts = ()  # initial text; repeat the option for several
+    text: str = SENTENCE  # initial text
     port: int | None = None  # on 127.0.0.1; default: 8000, or any free port
     open: bool = True  # open the page in a browser
-    out: str | None = None  # write the page to this file, such as play.html, for fixed texts, instead of serving it
+    out: str | None = None  # write the page to this file, such as play.html, for a fixed text, instead of serving it
 
 
 def play(options: Play, demos: Callable):
@@ -49,17 +49,16 @@ def play(options: Play, demos: Callable):
 
     It shows the trained router's probabilities in every sparse layer, with a row per token and a column per expert, and
     updates as you change the threshold, the capacity, K or the router. It is served to this machine only, until Ctrl-C;
-    --out writes it to a file for any web host, with the texts that you pass.
+    --out writes it to a file for any web host, with a fixed text.
     """
     check(options)
     player = Player(options.run or demos()[0])
-    texts = options.text or [SENTENCE]
-    data = player.about | {"routes": [player.route(text) for text in texts]}
+    data = player.about | {"route": player.route(options.text)}
     if options.out:
         page = page_of(data | {"live": False, "served": player.served})
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
-        return print(f"Wrote {options.out}: {len(page) / 1e3:.0f} kB, texts: {len(texts)}")
+        return print(f"Wrote {options.out}: {len(page) / 1e3:.0f} kB")
     page = page_of(data | {"live": True, "served": None})
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()

@@ -105,10 +105,7 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, each ending in a line feed, without a byte order mark.
-
-    Lines may end in CR LF. A lone CR ends a line only in a file without line feeds, so that files stay aligned.
-    """
+    """The lines of a UTF-8 file, which may end in CR LF: each with a line feed, without a byte order mark."""
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
         opened = os.dup(0) if str(path) == "-" else path  # standard input
@@ -116,10 +113,7 @@ def read_lines(path: Path) -> Iterator[str]:
             for number, line in enumerate(file, start=1):
                 if 3 * line.count("\0") > len(line):
                     raise ValueError(f"{path} is not UTF-8: line {number:,} has many zero bytes, as in UTF-16")
-                is_only_line = number == 1 and not line.endswith("\n")
-                text = line.removesuffix("\n").removesuffix("\r")
-                for part in text.split("\r") if is_only_line else [text]:
-                    yield f"{part}\n"
+                yield line.removesuffix("\n").removesuffix("\r") + "\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:

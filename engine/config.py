@@ -40,8 +40,6 @@ SYNONYMS |= {"batch_size": "batch_tokens", "batch_tokens": "batch_size"}
 BATCHES = ("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")
 PATHS = {"data", "pairs", "model", "init_from", "router"}  # constants that may be paths
 
-Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be repeated
-
 OVER_0, ANY = 5e-324, 2**62
 OVER_0_NAMES = """
 table batch_size batch_tokens micro_size micro_tokens steps epochs warmup_steps eval_every eval_tokens eval_maskings
@@ -146,8 +144,7 @@ def parse(default, argv: list[str], description: str):
     spellings = {"true": "True", "false": "False", "none": "None"}  # tyro expects Python's
     fields, args = dataclasses.fields(default), []
     names = {"help"} | {field.name for field in fields}
-    is_text = (str, tuple[str, ...])
-    texts = {f"--{field.name}" for field in fields if getattr(field.type, "__origin__", field.type) in is_text}
+    texts = {f"--{field.name}" for field in fields if getattr(field.type, "__origin__", field.type) is str}
     for word in argv:
         option, *value = word.split("=", 1) if word.startswith("--") else [word]
         name = option.removeprefix("--").replace("-", "_")

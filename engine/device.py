@@ -66,7 +66,6 @@ class Context:
     world: int
     device: torch.device
     dtype: torch.dtype
-    allocator: str = "default"
     host_group: dist.ProcessGroup | None = None  # gloo, on a GPU as well
 
     def autocast(self):
@@ -127,7 +126,6 @@ class Context:
             "device": name,
             "processes": self.world,
             "threads": torch.get_num_threads(),
-            "allocator": self.allocator,
             "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "numpy": np.__version__,
@@ -145,7 +143,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device}: {str(error).splitlines()[0]}") from None
-    fast_bf16, allocator = False, "default"
+    fast_bf16 = False
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         # torch prefers cuDNN's attention on an H100. Some of its kernels round the dropout rate to sixteenths (pytorch
@@ -153,12 +151,12 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         torch.backends.cuda.enable_cudnn_sdp(False)
         fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device == "cpu":
-        allocator = keep_memory()
+        keep_memory()
         fast_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if dtype == "auto":
         dtype = "bfloat16" if fast_bf16 else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    context = Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
+    context = Context(rank, world, torch.device(device), getattr(torch, dtype))
     if world > 1 and not dist.is_initialized():
         join(context)
     return context
@@ -182,15 +180,12 @@ def join(context: Context):
     atexit.register(dist.destroy_process_group)
 
 
-def keep_memory() -> str:
+def keep_memory():
     """Makes glibc keep freed memory: otherwise, page faults of large temporaries take a third of a step on a CPU."""
-    if platform.libc_ver()[0] != "glibc":
-        return "default"
-    libc = ctypes.CDLL("libc.so.6")
-    if not libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; an older glibc refuses such a large value
-        return "default"
-    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD, slower if set without the former
-    return "glibc, mallopt"
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        if libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; an older glibc refuses such a large value
+            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD, slower if set without the former
 
 
 def seed_all(*key: int):

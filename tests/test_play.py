@@ -360,15 +360,16 @@ def test_an_encoders_experts_together_serve_all_tokens(made, tokenizers, electra
 # The page as a file
 
 
-def test_a_written_page_holds_its_texts_as_data(made, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("text", [TEXT, HOSTILE, "none"])
+def test_a_written_page_holds_its_text_as_data(text, made, tmp_path, monkeypatch, capsys):
     folder, file = made(GPT, **DECODERS["threshold"]), tmp_path / "pages" / "play.html"
-    run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--text", "none", "--out", file)
-    assert re.search(rf"Wrote {file}: \d+ kB, texts: 3", capsys.readouterr().out)
+    run(monkeypatch, "play", "--run", folder, "--text", text, "--out", file)
+    assert re.search(rf"Wrote {file}: \d+ kB$", capsys.readouterr().out)
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
-    routes = [player.route(text) for text in (TEXT, HOSTILE, "none")]
-    assert data["routes"] == json.loads(json.dumps(routes))
-    assert [route["text"] for route in routes] == [TEXT, HOSTILE, "none"]
+    route = player.route(text)
+    assert data["route"] == json.loads(json.dumps(route))
+    assert route["text"] == text
     assert not data["live"]
     assert "no validation text" in data["served"]["note"]
     # No text adds an element to the page.
@@ -404,7 +405,7 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is not a language model or encoder with experts" in error(folder)
     folder = made(GPT, **DECODERS["topk"])
-    assert "the text is empty" in error(folder, "--text", "")
+    assert "--text is empty: pass a value, or leave it out" in error(folder, "--text", "")
     assert "port must be between 1 and 65535, not 70000" in error(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in error(folder, "--out", tmp_path / "file" / "play.html")
@@ -420,7 +421,7 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
 def server(made):
     with play.listen(None) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
-        server.page = play.page_of(server.player.about | {"live": True, "routes": [], "served": None}).encode()
+        server.page = play.page_of(server.player.about | {"live": True, "route": None, "served": None}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
