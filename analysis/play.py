@@ -39,7 +39,7 @@ LISTED = 14  # tokens shown per expert
 class Play:
     run: str | None = None  # run folder of train_lm.py, train_mlm.py or train_electra.py; default: train_lm.py's demo
     text: str = SENTENCE  # initial text
-    port: int | None = None  # on 127.0.0.1; default: 8000, or any free port
+    port: int = 8000  # on 127.0.0.1
     open: bool = True  # open the page in a browser
     out: str | None = None  # write the page to this file, such as play.html, for a fixed text, instead of serving it
 
@@ -308,11 +308,9 @@ class Server(ThreadingHTTPServer):
         """Ignores errors such as a closed connection."""
 
 
-def listen(port: int | None) -> Server:
-    """A server on 127.0.0.1. Raises OSError if the requested port is taken."""
+def listen(port: int) -> Server:
+    """A server on 127.0.0.1; port 0: any free one. Raises OSError if the port is taken."""
     try:
-        return Server(("127.0.0.1", port or 8000), Handler)
+        return Server(("127.0.0.1", port), Handler)
     except OSError as error:
-        if port:
-            raise OSError(f"port {port} on 127.0.0.1: {error.strerror}") from None
-        return Server(("127.0.0.1", 0), Handler)
+        raise OSError(f"port {port} on 127.0.0.1: {error.strerror}: pass another --port") from None

@@ -413,8 +413,8 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
     assert "port must be between 1 and 65535, not 70000" in error(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in error(folder, "--out", tmp_path / "file" / "play.html")
-    with play.listen(None) as taken:
-        assert f"port {taken.server_port} on 127.0.0.1" in error(folder, "--port", taken.server_port)
+    with play.listen(0) as taken:
+        assert f"port {taken.server_port} on 127.0.0.1: " in error(folder, "--port", taken.server_port)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
 
 @pytest.fixture
 def server(made):
-    with play.listen(None) as server:
+    with play.listen(0) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
         server.page = play.page_of(server.player.about | {"live": True, "route": None, "served": None}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -491,7 +491,9 @@ def test_malformed_requests_get_an_error_in_one_line(server):
 def test_ctrl_c_stops_the_server(made):
     """Even while it answers requests."""
     folder = made(GPT, **DECODERS["switch"])
-    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
+    with play.listen(0) as free:
+        port = str(free.server_port)
+    command = [sys.executable, ROOT / "analyze.py", "play", "--run", folder, "--open", "false", "--port", port]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         line = process.stdout.readline()
