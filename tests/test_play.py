@@ -402,9 +402,8 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
 
     assert "does not exist: train it first" in error(tmp_path / "nothing")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "out/train_lm/another").mkdir(parents=True)
-    (tmp_path / "out/train_lm/another/config.json").write_text("{}")
-    assert "pass another run: out/train_lm/another" in refused(monkeypatch, capsys, "play")
+    message = "out/train_lm/demo does not exist: run python train_lm.py, or pass another run"
+    assert message in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is not a language model or encoder with experts" in error(folder)
