@@ -24,7 +24,7 @@ from analysis.shared import corpus_of
 from engine import pretrained
 from engine.config import check
 from engine.device import seed_all, setup
-from engine.files import read_json
+from engine.files import read_json, write
 from model import GPT, Encoder
 from routers import NOT_CHOSEN, Router, Switch, Threshold, TopK
 
@@ -56,8 +56,7 @@ def play(options: Play, demos: Callable):
     data = player.about | {"route": player.route(options.text)}
     if options.out:
         page = page_of(data | {"live": False, "served": player.served})
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(page, encoding="utf-8")
+        write(Path(options.out), page)
         return print(f"Wrote {options.out}: {len(page) / 1e3:.0f} kB")
     page = page_of(data | {"live": True, "served": None})
     with listen(options.port) as server:
