@@ -620,10 +620,10 @@ class GPT(SparseModel):
 
     @torch.no_grad()
     def generate(self, ids, new_tokens: int, temperature=1.0, top_k=50, end=-1):
-        """ids (B, T) -> (B, T + new_tokens), sampled in eval mode from the top_k of softmax(logits / temperature).
+        """ids (B, T) -> (B, T + new_tokens), sampled from the top_k of softmax(logits / temperature).
 
-        Stops once every row has the token `end` (-1: never). Experts have no capacity limit, so a token's experts
-        depend on its own past alone, not on the rest of the batch.
+        Call eval() first. Stops once every row has the token `end` (-1: never). Experts have no capacity limit, so a
+        token's experts depend on its own past alone, not on the rest of the batch.
         """
         T, longest = ids.shape[1], self.config.block_size
         with self.no_limit():
