@@ -40,9 +40,7 @@ def demos(*scripts) -> list[str]:
     folders = [Path(script.Config.out_dir, script.Config.preset) for script in scripts]
     trained = [str(folder) for folder in folders if folder.exists()]
     if not trained:
-        others = ", ".join(str(file.parent) for file in sorted(folders[0].parent.glob("*/config.json")))
-        others = others and f", or pass another run: {others}"
-        raise ValueError(f"{folders[0]} does not exist: train it with python {scripts[0].__name__}.py{others}")
+        raise ValueError(f"{folders[0]} does not exist: run python {scripts[0].__name__}.py, or pass another run")
     return trained
 
 

@@ -622,12 +622,10 @@ class GPT(SparseModel):
     def generate(self, ids, new_tokens: int, temperature=1.0, top_k=50, end=-1):
         """ids (B, T) -> (B, T + new_tokens), sampled from the top_k of softmax(logits / temperature).
 
-        Stops once every row has the token `end` (-1: never). Experts have no capacity limit, so a token's experts
-        depend on its own past alone, not on the rest of the batch.
+        Call eval() first. Stops once every row has the token `end` (-1: never). Experts have no capacity limit, so a
+        token's experts depend on its own past alone, not on the rest of the batch.
         """
-        was_training = self.training
         T, longest = ids.shape[1], self.config.block_size
-        self.eval()
         with self.no_limit():
             for _ in range(new_tokens):
                 h, _ = self.hidden(ids[:, -longest:])  # no cache: a sample is short
@@ -639,7 +637,6 @@ class GPT(SparseModel):
                 ids = torch.cat([ids, drawn], dim=1)
                 if (ids[:, T:] == end).any(dim=1).all():
                     break
-        self.train(was_training)
         return ids
 
 

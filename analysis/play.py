@@ -24,7 +24,7 @@ from analysis.shared import corpus_of
 from engine import pretrained
 from engine.config import check
 from engine.device import seed_all, setup
-from engine.files import read_json
+from engine.files import read_json, write
 from model import GPT, Encoder
 from routers import NOT_CHOSEN, Router, Switch, Threshold, TopK
 
@@ -39,7 +39,7 @@ LISTED = 14  # tokens shown per expert
 class Play:
     run: str | None = None  # run folder of train_lm.py, train_mlm.py or train_electra.py; default: train_lm.py's demo
     text: str = SENTENCE  # initial text
-    port: int | None = None  # on 127.0.0.1; default: 8000, or any free port
+    port: int = 8000  # on 127.0.0.1
     open: bool = True  # open the page in a browser
     out: str | None = None  # write the page to this file, such as play.html, for a fixed text, instead of serving it
 
@@ -56,8 +56,7 @@ def play(options: Play, demos: Callable):
     data = player.about | {"route": player.route(options.text)}
     if options.out:
         page = page_of(data | {"live": False, "served": player.served})
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(page, encoding="utf-8")
+        write(Path(options.out), page)
         return print(f"Wrote {options.out}: {len(page) / 1e3:.0f} kB")
     page = page_of(data | {"live": True, "served": None})
     with listen(options.port) as server:
@@ -308,11 +307,9 @@ class Server(ThreadingHTTPServer):
         """Ignores errors such as a closed connection."""
 
 
-def listen(port: int | None) -> Server:
-    """A server on 127.0.0.1. Raises OSError if the requested port is taken."""
+def listen(port: int) -> Server:
+    """A server on 127.0.0.1; port 0: any free one. Raises OSError if the port is taken."""
     try:
-        return Server(("127.0.0.1", port or 8000), Handler)
+        return Server(("127.0.0.1", port), Handler)
     except OSError as error:
-        if port:
-            raise OSError(f"port {port} on 127.0.0.1: {error.strerror}") from None
-        return Server(("127.0.0.1", 0), Handler)
+        raise OSError(f"port {port} on 127.0.0.1: {error.strerror}: pass another --port") from None

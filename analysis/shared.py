@@ -20,7 +20,7 @@ from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
-from engine.files import from_json, read_json, to_json
+from engine.files import from_json, read_json, write
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
 from routers import find_router
@@ -100,12 +100,11 @@ def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
 def save(figure: Callable, options, drawing, numbers: dict):
     """Writes a drawing, and its numbers together with the command that made it."""
     path = Path(options.out, figure.__name__)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
+    write(Path(f"{path}.json"), {"command": command} | numbers)
     title, *_ = figure.__doc__.splitlines()
     drawing.suptitle(title.rstrip("."), wrap=True)
     drawing.savefig(f"{path}.png", dpi=150)
-    command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
-    Path(f"{path}.json").write_text(to_json({"command": command} | numbers) + "\n")
     print(f"Wrote {path}.png, and its numbers to {path}.json")
 
 

@@ -105,7 +105,7 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, which may end in CR LF: each with a line feed, without a byte order mark."""
+    """The lines of a UTF-8 file without its byte order mark. Each ends in a line feed, even if it ended in CR LF."""
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
         opened = os.dup(0) if str(path) == "-" else path  # standard input

@@ -9,7 +9,6 @@ data/README.md lists all corpora and describes the files of data/prepared/NAME. 
 complete, and a folder that is not empty is never written to.
 """
 
-import importlib.metadata
 import json
 import platform
 import shutil
@@ -18,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def prepare(
         all_groups = read(name, source)
         groups = select(all_groups, languages)
         tokenizer = tokenizer_of(name, source, tokenizer, languages, pieces, all_groups)
-        versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+        versions = {package: version(package) for package in corpus.packages} | {"python": platform.python_version()}
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
         write_corpus(folder, meta, groups, tokenizer, max_tokens)
     return out
@@ -161,7 +161,6 @@ def training_texts(groups: Groups, limit: int | None = None) -> Iterator[str]:
 
 def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):
     """Encode the rows into the files of `folder`, language by language, and write meta.json last; limit: max_tokens."""
-    meta["versions"]["python"] = platform.python_version()
     meta["dtype"] = tokenizer.dtype
     writers = {split: SplitWriter(folder, split, meta["kind"]) for split in SPLITS}
     counts = {}  # language -> split -> counts
@@ -255,7 +254,6 @@ class SplitWriter:
 
 
 def main():
-    sys.stdout.reconfigure(errors="replace")  # a path may have characters that its encoding lacks
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # KeyboardInterrupt could wait forever for a tokenizer's threads
     try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)

