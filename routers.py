@@ -137,8 +137,9 @@ class Router(nn.Module):
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
             losses = self.losses(score, probs, priority)
-            if not all(isinstance(loss, tuple) for loss in losses.values()):
-                raise RouterError(f"{type(self).__name__}.losses must return {{name: (weight, value)}}")
+            for loss in losses.values():
+                if not isinstance(loss, tuple):
+                    raise RouterError(f"{type(self).__name__}.losses must return {{name: (weight, value)}}")
         E = self.E  # further columns of `scores` are null experts, which a token may choose for nothing
         return Routing(weight[:, :E], priority[:, :E], losses, probs[:, :E])
 
