@@ -65,7 +65,7 @@ def signed(x: float) -> str:
 def compare(options: Compare, scripts: dict[str, ModuleType]):
     """Two experiments, A and B, compared seed by seed: the mean of A - B with its 95% interval.
 
-    Pass a run of each, of the same script and data. Their other seeds are found automatically in the same folders. A
+    Pass a run of each, of the same script and data. Their other seeds are found automatically in the same folder. A
     seed affects both runs of a pair alike, so differences vary less than scores. If the interval contains 0, the
     difference is not significant.
     """
@@ -127,10 +127,7 @@ def find_seeds(folder: str) -> dict[int, TrainedRun]:
 
 
 def check_comparable(folders: tuple, sides: list[dict]) -> list[str]:
-    """Prints seeds and the constants that differ -> the script, and a name for A and for B.
-
-    Raises ValueError if the runs cannot be compared.
-    """
+    """Prints seeds and what differs -> the script, names of A and B. ValueError if the runs cannot be compared."""
     ours, other = (next(iter(side.values())) for side in sides)
     differ = unequal(ours.config | {"script": ours.script}, other.config | {"script": other.script})
     fixed = differ.keys() & {"script", "task", "tokenizer_checksum", "data_checksum"}

@@ -196,10 +196,8 @@ class TrainedRun:
 
 def read_run(folder: str, script: str = "") -> TrainedRun:
     """Raises ValueError if the folder has no finished run, or not one of the script."""
-    if not Path(folder).exists():
-        raise ValueError(f"{folder} does not exist: pass the folder of a run, named after its options")
     if not Path(folder, "result.json").exists():
-        raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
+        raise ValueError(f"{folder} has no finished run: check the folder's name, or repeat its command to finish it")
     config, result = (read_json(Path(folder, name)) for name in ("config.json", "result.json"))
     log = [from_json(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     trained_by = next((name for name, (key, *_) in SCRIPTS.items() if key in config | log[-1]), "")

@@ -100,13 +100,15 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
     if max_tokens is None:
         return np.arange(len(language))
     order = index_within(language).argsort(kind="stable")
-    return order[: max(1, (lengths[order].cumsum() <= max_tokens).sum())]
+    enough = (lengths[order].cumsum() <= max_tokens).sum()
+    return order[: max(1, enough)]
 
 
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     """(N,) int64, the concatenated tokens of texts. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    return tokens[np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)].astype(np.int64)
+    index = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+    return tokens[index].astype(np.int64)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
@@ -281,7 +283,8 @@ class PairData(MaskedData):
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
-            first, count = self.streams[split][self.draw_languages(rng, split, count=256)].T
+            language = self.draw_languages(rng, split, count=256)
+            first, count = self.streams[split][language].T
             drawn.append(self.pairs(split, first + rng.integers(count)))
             tokens += drawn[-1].lengths.sum()
         rows = Spans(*map(np.concatenate, zip(*drawn)))
@@ -348,7 +351,8 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
-            fitting.append(numbers[self.pairs(split, numbers).sizes.max(axis=1) <= self.block_size])
+            longest = self.pairs(split, numbers).sizes.max(axis=1)
+            fitting.append(numbers[longest <= self.block_size])
         counts = list(map(len, fitting))
         if not sum(counts) or (split == "train" and not min(counts)):
             pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
@@ -371,7 +375,8 @@ class TranslationData(Prepared):
         counts = np.maximum(np.rint(shares * sizes.sum()), sizes > 0).astype(np.int64)
         drawn = []
         for numbers, count in zip(fitting, counts):
-            drawn.append(numbers[np.arange(number * count, (number + 1) * count) % max(1, len(numbers))])
+            turns = np.arange(number * count, (number + 1) * count)
+            drawn.append(numbers[turns % max(1, len(numbers))])
         micros = self.sort_and_cut(split, rng.permutation(np.concatenate(drawn)))
         return [micros[index] for index in rng.permutation(len(micros))]
 
@@ -380,7 +385,8 @@ class TranslationData(Prepared):
         descend at even ones, so that neighbours are similar where the source length changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
-        order = np.lexsort((np.where(source % 2, target, -target), -source))
+        zigzag = np.where(source % 2, target, -target)
+        order = np.lexsort((zigzag, -source))
         return [numbers[order[batch]] for batch in cut(sizes[order], self.micro_tokens)]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):

@@ -182,7 +182,10 @@ def test_the_demo_of_xlm_e_is_compared_by_its_masked_tokens(tmp_path, draw, caps
             (folder / "result.json").write_text(to_json(results[full]))
             (folder / "config.json").write_text(to_json(results[full]["config"]))
     _, kept, out = compared(draw, capsys, tmp_path / "0 0", tmp_path / "1 0")
-    assert "held-out masked tokens right (higher is better): A is " in out
+    [effect] = [record for record in kept["records"] if "p" in record]
+    assert effect["p"] < 0.05
+    verdict = "A is better" if effect["mean"] > 0 else "A is worse"
+    assert f"held-out masked tokens right (higher is better): {verdict}, " in out
     assert len([record for record in kept["records"] if "seed" in record]) == 3
 
 
@@ -196,7 +199,7 @@ def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_p
     assert "pass two runs" in error(a)
     assert "differ only in their seed" in error(a, tmp_path / "mine 2")
     assert f"{tmp_path} has no finished run" in error(tmp_path, a)
-    assert f"{tmp_path}/none does not exist" in error(tmp_path / "none", a)
+    assert f"{tmp_path}/none has no finished run: check the folder's name" in error(tmp_path / "none", a)
     assert "has no finished run" in error(write_run(tmp_path / "n/new", 0, finished=False), a)
     for name in ("data_checksum", "tokenizer_checksum"):
         other = write_run(tmp_path / name, 0, **{name: "?"})
