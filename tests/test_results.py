@@ -285,41 +285,73 @@ def test_what_is_not_a_result_is_refused_and_changes_nothing(root, capsys, name,
 # Claims
 
 
-@pytest.mark.parametrize(
-    "scores, ends, verdict",
-    [
-        ([2, 4, 6], [-0.484, 4.484], "level"),
-        ([2, 3.1, 4.2], [0.852, 1.348], "holds"),
-        ([0, 0.9, 2.1], [-1.248, -0.752], "the opposite"),
-    ],
-)
-def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, monkeypatch, scores, ends, verdict):
+@pytest.mark.parametrize("scores, ends", [([2, 4, 6], [-0.484, 4.484]), ([0, 0.9, 2.1], [-1.248, -0.752])])
+def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, monkeypatch, scores, ends):
     """With three seeds the t-interval is 4.3027 standard errors wide on each side."""
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip(scores, [1, 2, 3]))
     effect = claims.effect(tmp_path, pair | {"paper": [70, 72]})
     assert effect["ends"] == pytest.approx(ends, abs=1e-3)
     assert effect["mean"] == pytest.approx([sum(ends) / 2], abs=1e-3)
-    assert effect["verdict"] == verdict
-    assert effect["differ"] == ["router"]
+    assert effect["differ"] == "router, side"
     assert effect["paper"] == [2]
 
 
-def test_an_effect_in_words_has_its_interval_and_its_p(tmp_path, monkeypatch):
-    """With two degrees of freedom p is 1 - t / sqrt(2 + t^2)."""
+def test_an_effect_in_words_has_its_interval_and_its_seeds(tmp_path, monkeypatch):
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
-    assert claims.effect(tmp_path, pair)["words"] == "here: +2 (-0.48 to +4.5, p 0.074)"
+    assert claims.effect(tmp_path, pair)["words"] == "here: +2 points (-0.48 to +4.5, 3 seeds)"
+
+
+def test_p_is_corrected_by_holms_method():
+    """The smallest p times the number of comparisons, the next one times one less, and so on, never decreasing."""
+    pairs = [{"p": p, "behind": []} for p in (0.03, 0.01, 0.02, 0.5)]
+    claims.correct([*pairs, {"p": 0.0001, "behind": ["first"]}])
+    assert [pair["corrected"] for pair in pairs] == pytest.approx([0.06, 0.04, 0.06, 0.5])
+
+
+@pytest.mark.parametrize(
+    "p, mean, behind, verdict, words",
+    [
+        (0.01, 1, [], "holds", "it; p 0.01, corrected 0.02"),
+        (0.01, -1, [], "the opposite", "it; p 0.01, corrected 0.02"),
+        (0.04, 1, [], "no significant difference", "it; p 0.04, corrected 0.08"),
+        (0.01, 1, ["second"], "undecided", "it; the second model loses to counting"),
+        (0.01, 1, ["first", "second"], "undecided", "it; both models lose to counting"),
+    ],
+)
+def test_the_primary_comparison_decides_a_claim(tmp_path, monkeypatch, p, mean, behind, verdict, words):
+    """One other comparison of the papers doubles p; our own questions and what is also measured do not count."""
+    worse = {"p": 0.9, "mean": [-1], "words": "worse", "behind": [], "differ": ""}
+    pairs = {"first": worse | {"p": p, "mean": [mean], "words": "it", "behind": behind}, "worse": worse}
+    monkeypatch.setattr(claims, "effect", lambda folder, pair: dict(pairs[pair]))
+    rows = [{"paper": "XMoE", "primary": "first", "also": ["worse", "worse"]}]
+    rows += [{"paper": paper, "primary": "worse"} for paper in ("X-MoE", "ours", "ours")]
+    write_json(tmp_path / "claims.json", rows)
+    claim, *_ = claims.claims(tmp_path)
+    assert [claim["verdict"], claim["effect"], claim["also"]] == [verdict, words, "worse<br>worse"]
+
+
+def test_a_claim_without_a_primary_comparison_says_what_it_needs(tmp_path):
+    write_json(tmp_path / "claims.json", [{"paper": "XMoE", "needs": "80 minutes"}])
+    [claim] = claims.claims(tmp_path)
+    assert claim == claim | {"verdict": "not measured", "effect": "would take 80 minutes", "also": "", "differ": ""}
+
+
+def test_the_page_explains_every_verdict():
+    page = (RESULTS / "README.md").read_text()
+    for verdict in (*claims.COLORS, "not measured"):
+        assert f"| *{verdict}* | " in page
 
 
 def test_a_run_can_be_compared_with_its_own_start(tmp_path, monkeypatch):
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
-    effect = claims.effect(tmp_path, pair | {"other": pair["ours"], "from": "F1 at first"})
+    effect = claims.effect(tmp_path, pair | {"other": pair["ours"], "from": "EM at first"})
     assert effect["mean"] == [3]
-    assert effect["differ"] == []
+    assert effect["differ"] == ""
 
 
 def test_a_seed_that_only_one_run_has_is_left_out(tmp_path, monkeypatch):
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
-    write_result(tmp_path, "train_lm/demo-seed=3", {"F1": 9, "config": vars(train_lm.Config(seed=3))})
+    write_result(tmp_path, "train_lm/demo-seed=3", {"EM": 9, "config": identity(train_lm.Config(seed=3))})
     assert claims.effect(tmp_path, pair)["seeds"] == [1, 2, 3]
 
 
@@ -328,27 +360,28 @@ def write_pair(
 ):
     """A pair of runs, demo and demo-router=dense, with any constants. -> an entry of claims.json
 
-    results: keys of the runs' results, each with the value of ours and the value of the other.
+    The runs always differ in `side`. results: keys of the runs' results, with the values of ours and of the other.
     """
     for n, (name, constants) in enumerate({"": ours, suffix: other}.items()):
         for seed in seeds:
-            config = vars(script.Config(seed=seed)) | constants
-            config = {key: value for key, value in config.items() if value is not None}
-            config |= {"old": 1} if name else {}  # a constant of one side only does not count as a difference
-            result = {"config": config, "machine": {"dtype": "float32"}, "flops": 1e9}
+            known = {key: value for key, value in constants.items() if key in vars(script.Config())}
+            config = identity(script.Config(seed=seed, **known)) | constants | {"side": n}
+            config = {key: value for key, value in config.items() if value != "absent"}
+            result = {"config": config, "machine": {"dtype": "float32", "device": "a CPU"}, "flops": 1e9}
             result |= {key: values[n] for key, values in results.items()}
             write_result(folder, f"{script.__name__}/{9 - seed}{name}", result)  # names of runs do not matter
     runs = {"ours": f"{script.__name__}/{9 - seed}", "other": f"{script.__name__}/{9 - seed}{suffix}"}
-    return runs | {"about": about, "where": "here"}
+    return runs | {"about": [*about, "side"], "where": "here"}
 
 
 def write_scores(folder: Path, monkeypatch, script, scores) -> dict:
     """A pair of threshold and dense routers with these F1, (ours, other) for each seed."""
     pytest.importorskip("scipy")
-    monkeypatch.setattr(script, "cells", lambda result: {"F1": (result["F1"], ""), "F1 at first": (1, "")})
+    monkeypatch.setattr(script, "cells", lambda result: {"EM": (result["EM"], ""), "EM at first": (1, "")})
+    monkeypatch.setattr(claims, "loses_to_counting", lambda folder, run: False)
     for seed, both in enumerate(scores):
-        pair = write_pair(folder, script, {}, {"router": "dense"}, ["router", "split"], seeds=[seed], F1=both)
-    return pair | {"number": "F1", "unit": "points more of BLEU, F1 or accuracy"}
+        pair = write_pair(folder, script, {}, {"router": "dense"}, ["router", "split"], seeds=[seed], EM=both)
+    return pair | {"number": "EM"}
 
 
 XLM, SLOW = dict(objective="mlm", relative_bias=False), dict(learning_rate=1e-9)
@@ -362,10 +395,7 @@ DIFFERENCES = {  # script, constants of both runs, their FLOPs, what they differ
     # Consequences of constants, and constants of older versions.
     "text": (train_lm, dict(data_checksum="a"), dict(data_checksum="b"), (1, 1), "data_checksum"),
     "an old constant": (train_lm, dict(beta1=0.9), dict(beta1=0.8), (1, 1), "beta1"),
-    "an old constant of one run": (train_lm, dict(beta1=0.9), {}, (1, 1), ""),
-    "constants not read": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
-    "a constant newer than one run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
-    "folder and device": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
+    "a constant that one router does not read": (train_lm, dict(threshold=0.1), dict(router="topk"), (1, 1), "router"),
     "as many FLOPs in more steps": (train_electra, {}, dict(steps=10**6), (1, 1), "steps"),
     "2% more FLOPs": (train_electra, {}, {}, (1.019, 1), ""),
     "over 2% more FLOPs": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
@@ -379,11 +409,57 @@ DIFFERENCES = {  # script, constants of both runs, their FLOPs, what they differ
 def test_every_difference_of_a_pair_must_be_named(tmp_path, script, ours, other, flops, names):
     names = [name.replace("-", " ") for name in names.split()]
     pair = write_pair(tmp_path, script, ours, other, about=names, flops=flops)
-    assert claims.differing(tmp_path, pair) == {*names}
+    assert claims.differing(tmp_path, pair) == sorted([*names, "side"])
     for name in names:
-        rest = [other for other in names if other != name]
+        rest = [other for other in pair["about"] if other != name]
         with pytest.raises(ValueError, match=rf"/7 and .*/7-router=dense: {name} is .*`about` must name it"):
             claims.differing(tmp_path, pair | {"about": rest})
+
+
+@pytest.mark.parametrize(
+    "constants, name",
+    [({"beta2": "absent"}, "beta2"), ({"old": 1}, "old")],
+    ids=["newer than one run", "of an older version"],
+)
+def test_a_constant_that_one_run_lacks_is_refused_if_it_reads_it(tmp_path, constants, name):
+    """A run that lacks the constant may have had another value of it."""
+    pair = write_pair(tmp_path, train_lm, constants, {})
+    with pytest.raises(ValueError, match=f" is older than the constant {name}: run it again"):
+        claims.differing(tmp_path, pair)
+
+
+def test_seeds_on_other_processors_or_with_other_code_are_counted(tmp_path):
+    """A file that only one run uses, such as a router's, is no difference in code."""
+    versions = {"model.py": "a", "mine.py": "a"}, {"model.py": "a"}
+    pair = write_pair(tmp_path, train_lm, {}, {}, code=versions)
+    assert claims.differing(tmp_path, pair) == ["side"]
+    machines = [{"dtype": "float32", "device": device} for device in ("a CPU", "another")]
+    code = {"model.py": "a"}, {"model.py": "b"}
+    pair = write_pair(tmp_path, train_lm, {}, {}, seeds=[2], machine=machines, code=code)
+    assert claims.differing(tmp_path, pair) == ["side", "processor in 1 of 3 seeds", "code in 1 of 3 seeds"]
+
+
+MARGINS = {  # script -> a result whose score is higher than that of counting by `margin`
+    "train_lm": lambda margin: {"test": {"bpb": 2 - margin}, "counting": {"bigrams": 2}},
+    "train_mlm": lambda margin: {"valid": {"ppl": 9 - margin}, "counting": {"neighbours": {"ppl": 9}}},
+    "train_electra": lambda margin: {
+        "held_out": {"sentences": {"generator": 0.5 + margin}},
+        "counting": {"neighbours": {"right": 0.5}},
+    },
+    "train_mt": lambda margin: {"test": {"bleu": 9 + margin}, "memory": {"bleu": 9}},
+    "finetune_xtreme": lambda margin: {
+        "languages": {"en": {"f1": 0, "em": 9 + margin}, "x1": {"f1": 0, "em": 0}},
+        "counted": {"en": {"f1": 1, "em": 9}, "x1": {"f1": 1, "em": 9}},
+    },
+}
+
+
+@pytest.mark.parametrize("script", MARGINS)
+@pytest.mark.parametrize("margins, loses", [((-0.1, 0.1, 0.1), False), ((0.5, -0.1, -0.1), True), ((0, 0), True)])
+def test_a_model_loses_to_counting_if_half_of_its_seeds_do(tmp_path, script, margins, loses):
+    for seed, margin in enumerate(margins):
+        write_result(tmp_path, f"{script}/{seed}", MARGINS[script](margin) | {"config": {"seed": seed}})
+    assert claims.loses_to_counting(tmp_path, f"{script}/0") == loses
 
 
 @pytest.mark.parametrize(
@@ -396,9 +472,9 @@ def test_every_difference_of_a_pair_must_be_named(tmp_path, script, ours, other,
 )
 def test_runs_of_the_translator_are_compared_by_their_dtype_and_flops_per_pair(tmp_path, dtypes, flops, names):
     """The dtype is that of the machine: the constant may be `auto`."""
-    results = {"machine": [{"dtype": dtype} for dtype in dtypes], "flops_per_pair": flops}
+    results = {"machine": [{"dtype": dtype, "device": "a CPU"} for dtype in dtypes], "flops_per_pair": flops}
     pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, names, **results)
-    assert claims.differing(tmp_path, pair) == {*names}
+    assert claims.differing(tmp_path, pair) == [*names, "side"]
 
 
 def test_all_eight_seeds_are_compared(tmp_path, monkeypatch):
@@ -408,85 +484,50 @@ def test_all_eight_seeds_are_compared(tmp_path, monkeypatch):
 
 def test_a_run_with_another_constant_is_not_a_seed(tmp_path, monkeypatch):
     pair = write_scores(tmp_path, monkeypatch, train_lm, [(seed, 2 * seed) for seed in range(8)])
-    write_pair(tmp_path, train_lm, {}, dict(router="dense", learning_rate=1.0), seeds=[3], F1=(3, 6))
+    write_pair(tmp_path, train_lm, {}, dict(router="dense", learning_rate=1.0), seeds=[3], EM=(3, 6))
     assert claims.effect(tmp_path, pair)["seeds"] == [0, -1, -2, -4, -5, -6, -7]
 
 
 def test_a_run_can_be_compared_with_the_line_between_two(tmp_path, monkeypatch):
     """At the experts that serve a token in ours, 1.5, 2 and 1.75, between runs with 1 and 3."""
     pytest.importorskip("scipy")
-    monkeypatch.setattr(train_lm, "cells", lambda result: {"F1": (result["F1"], ""), "served": (result["served"], "")})
+    monkeypatch.setattr(claims, "loses_to_counting", lambda folder, run: False)
+    monkeypatch.setattr(train_lm, "cells", lambda result: {"EM": (result["EM"], ""), "served": (result["served"], "")})
     for seed, (x, y) in enumerate([(1.5, 12.0), (2.0, 15.5), (1.75, 14.0)]):
         for K, end in ((1, 10.0), (3, 20.0)):
-            numbers = dict(F1=(y, end), served=(x, K), suffix=f"-router={K}")
+            numbers = dict(EM=(y, end), served=(x, K), suffix=f"-router={K}")
             pair = write_pair(tmp_path, train_lm, {}, dict(router="topk", top_k=K), seeds=[seed], **numbers)
-    pair |= {"number": "F1", "unit": "points more of BLEU, F1 or accuracy", "about": ["router"]}
+    pair |= {"number": "EM", "about": ["router", "side"]}
     pair["other"] = [f"{pair['ours']}-router={K}" for K in (1, 3)]
     effect = claims.effect(tmp_path, pair)
     assert effect["seeds"] == [-0.5, 0.5, 0.25]
-    assert effect["differ"] == ["router"]
+    assert effect["differ"] == "router, side"
 
 
-@pytest.fixture
-def retrieval(tmp_path) -> dict:
-    """A pair with translations found in four layers: the paper's is the third."""
+@pytest.mark.parametrize("number", claims.BY_LAYER)
+@pytest.mark.parametrize("layer, differences", [(1, [85, 0, -20]), ("best", [5, 10, -20])])
+def test_translations_found_are_those_of_a_layer(tmp_path, monkeypatch, number, layer, differences):
+    """The best layer of the other seeds: always 1 for the second run, and 3, 2, 1 for the first.
+
+    Layer 0, the embeddings, is no candidate.
+    """
     pytest.importorskip("scipy")
-    ours = [[1.0, 0.1, 0.6, 0.3, 0], [0.1, 0.11, 0.61, 0.31, 0], [0.1, 0.13, 0.63, 0.33, 0]]
-    other = [0.1, 0.5, 0.2, 0.1, 0]
-    scores = {"sentences": {"generator": 0}, "pairs": {"generator": 0}, "translation": {"with": 0, "without": 0}}
-    for seed, shares in enumerate(ours):
-        held_out = [scores | {"retrieval": plain, "centred": plain[::-1]} for plain in (shares, other)]
-        results = dict(held_out=held_out, parameters=[{"without_generator": 0}] * 2)
-        pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], **results)
-    return pair | {"number": "translations found", "unit": "points more of the translations found", "paper": [0.1, 0.3]}
+    monkeypatch.setattr(claims, "loses_to_counting", lambda folder, run: False)
+    ours = [0.9, 0.9, 0.6, 0.1, 0.0], [0.9, 0.2, 0.3, 0.4, 0.0], [0.9, 0.1, 0.6, 0.9, 0.0]
+    other = [0.9, 0.05, 0.0, 0.0, 0.0], [0.9, 0.2, 0.1, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0, 0.0]
+    for seed, shares in enumerate(zip(ours, other)):
+        held_out = [{claims.BY_LAYER[number]: layers} for layers in shares]
+        pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], held_out=held_out)
+    effect = claims.effect(tmp_path, pair | {"number": number, "layer": layer})
+    assert effect["seeds"] == pytest.approx(differences)
 
 
-def test_translations_found_are_shown_with_the_centred_ones(tmp_path, retrieval):
-    first = retrieval | {"layer": 1, "where": "first layer"}
-    write_json(tmp_path / "claims.json", [{"claim": "XLM-E", "short": "it", "pairs": [retrieval, first]}])
-    [claim] = claims.claims(tmp_path)
-    names = ["here", "here, centred", "first layer"]
-    assert [pair["where"] for pair in claim["pairs"]] == names
-    assert [words.partition(":")[0] for words in claim["effect"].split("<br>")] == names
-    assert [pair["mean"] for pair in claim["pairs"]] == [[21.333], [-38.667], [-38.667]]
-    assert [pair["paper"] for pair in claim["pairs"]] == [[20], [], [20]]
-    assert claim["differ"] == ""
-    assert claim["verdict"] == "mixed"
-
-
-def test_centred_translations_are_no_part_of_the_verdict(tmp_path, retrieval):
-    write_json(tmp_path / "claims.json", [{"claim": "XLM-E", "short": "it", "pairs": [retrieval]}])
-    [claim] = claims.claims(tmp_path)
-    assert claim["verdict"] == "holds"
-
-
-def test_centred_translations_can_be_compared_in_any_layer(tmp_path, retrieval):
-    """Centred ones are those of plain cosine, from the last layer to the first."""
-    effect = claims.effect(tmp_path, retrieval | {"number": "found, centred", "layer": 1})
-    assert effect["mean"] == [21.333]
-
-
-@pytest.mark.parametrize(
-    "verdicts, verdict",
-    [
-        (["holds"] * 2, "holds"),
-        (["level"] * 2, "level"),
-        (["the opposite"] * 2, "the opposite"),
-        (["holds", "level"], "in part"),
-        (["the opposite", "level"], "level or worse"),
-        (["holds", "level", "the opposite"], "mixed"),
-        ([], "not measured here"),
-    ],
-)
-def test_a_claims_verdict_follows_from_its_pairs_and_is_defined_in_the_page(tmp_path, monkeypatch, verdicts, verdict):
-    monkeypatch.setattr(claims, "effect", lambda folder, pair: pair | {"words": "", "differ": []})
-    pairs = [{"verdict": each, "number": "perplexity"} for each in verdicts]
-    write_json(tmp_path / "claims.json", [{"verdict": "not measured here", "pairs": pairs}])
-    [claim] = claims.claims(tmp_path)
-    assert claim["verdict"] == verdict
-    assert f"- *{verdict}*: " in (RESULTS / "README.md").read_text()
-
-
-def test_claims_without_runs_are_marked_as_not_measured():
-    for claim in json.loads((RESULTS / "claims.json").read_text()):
-        assert claim.get("verdict") == (None if claim["pairs"] else "not measured here")
+def test_routing_fluctuation_in_training_is_the_mean_of_its_curve(tmp_path):
+    """The first evaluation has none."""
+    rows = [("demo", None), ("demo", 0.5), ("demo", 0.3), ("demo-seed=1", None), ("other", 0.9)]
+    records = [{"run": run, "RF": share} for run, share in rows]
+    write_result(tmp_path, "analyses/collapse", {"records": records})
+    for seed, name in enumerate(["demo", "demo-seed=1"]):
+        write_result(tmp_path, f"train_mlm/{name}", {"config": {"seed": seed, "gate": "softmax"}})
+    write_result(tmp_path, "analyses/collapse", {"records": [*records, {"run": "demo-seed=1", "RF": 0.2}]})
+    assert claims.values(tmp_path, {"number": "RF in training"}, "train_mlm/demo") == {0: 0.4, 1: 0.2}

@@ -1,19 +1,22 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
-claims.json pairs two runs, `ours` and `other`, each SCRIPT/RUN of any seed, and lists what the pair is `about`: the
+Each claim of claims.json has a `primary` comparison, which decides its verdict, and others that are `also` measured. A
+comparison pairs two runs, `ours` and `other`, each SCRIPT/RUN of any seed, and lists what the pair is `about`: the
 constants in which its runs may differ. Any other difference is an error, also in the `tokens a step` and `FLOPs` that
-follow from the constants. `number` is a column of a script's table or a statistic of its sparse layers; `from` names
-another number of the other run, such as the one that the same run began with. If `other` names two runs, its number is
-interpolated between them, at the number of experts that serve a token in ours. Translations found are those of the
-layer in the script's table, or of `layer`. pictures.json lists the panels of each picture: the records of an analysis,
-or the translations found in each layer of runs.
+follow from the constants. `number` is one of NUMBERS; `from` names another number of the other run, such as the one
+that the same run began with. If `other` names two runs, its number is interpolated between them, at the number of
+experts that serve a token in ours. `layer` chooses the layer whose translations are found: "best" is the one that finds
+the most in the other seeds. pictures.json lists the panels of each picture: the records of an analysis, or the
+translations found in each layer of runs.
 """
 
 import importlib
 import math
-from functools import cache
+import operator
+from functools import cache, partial, reduce
 from itertools import starmap
 from pathlib import Path
+from statistics import fmean, median
 from types import ModuleType
 
 from analysis.compare import flops_of, interval, number_of, paired, signed, unequal
@@ -21,16 +24,34 @@ from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
 
+OURS = "ours"  # in place of a paper, the questions that no paper asks
+PERCENT = partial(operator.mul, 100)
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
-UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
-    "perplexity, about % lower": lambda x: -100 * math.log(x),
-    "points more of BLEU, F1 or accuracy": lambda x: x,
-    "points more: masked tokens right, activations positive": lambda x: 100 * x,
-    "points more of the translations found": lambda x: 100 * x,
-    "points of RF lower": lambda x: -100 * x,
-    "points of the gap to English lower": lambda x: -x,
-    "doublings of RC": math.log2,
+
+
+NUMBERS = {  # number -> the unit of its differences, and a scale on which higher is what the papers want
+    "perplexity": ("% in perplexity", lambda x: -100 * math.log(x)),
+    "BLEU": (" BLEU", float),
+    "positive": (" points of positive activations", PERCENT),
+    "RC": (" doublings of RC", math.log2),
+    "RF": (" points of RF", lambda x: -100 * x),
+    "RF in training": (" points of RF", lambda x: -100 * x),
+    "translations found": (" points of translations found", PERCENT),
+    "found, centred": (" points of translations found", PERCENT),
+    "F1 or accuracy": (" points", float),
+    "EM": (" points", float),
+    "English ahead by": (" points of the gap to English", lambda x: -x),
 }
+NUMBERS["RC at first"] = NUMBERS["RC"]
+COUNTING = {  # script -> 1 if higher is better, else -1; where a result has its score, and a trivial method's
+    "train_lm": (-1, "test bpb", "counting bigrams"),
+    "train_mlm": (-1, "valid ppl", "counting neighbours ppl"),
+    "train_electra": (1, "held_out sentences generator", "counting neighbours right"),
+    "train_mt": (1, "test bleu", "memory bleu"),
+    "finetune_xtreme": (1, "languages en", "counted en"),
+}
+HOLDS, OPPOSITE, LEVEL, UNDECIDED = "holds", "the opposite", "no significant difference", "undecided"
+COLORS = {HOLDS: "#0072B2", OPPOSITE: "#D55E00", LEVEL: "0.5", UNDECIDED: "0.8"}
 MARKS = {
     "ends": ("-", "95% interval of the mean"),
     "seeds": ("|", "a seed"),
@@ -38,7 +59,6 @@ MARKS = {
     "paper": ("D", "the paper"),
 }
 FOUND = "translations found, %"
-COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 
 
 @cache
@@ -52,31 +72,41 @@ def results_of(folder: Path) -> dict[str, dict]:
 
 
 def claims(folder: Path) -> list[dict]:
-    """Each claim with its effects, and a verdict on those measured as in the paper."""
+    """Each claim with its effects in words and its verdict."""
     rows = from_json((folder / "claims.json").read_text())
     for claim in rows:
-        pairs, verdicts, differ = [], set(), {}
-        for pair in claim["pairs"]:
-            pairs.append(effect(folder, pair))
-            verdicts.add(pairs[-1]["verdict"])
-            differ |= dict.fromkeys(pairs[-1]["differ"])
-            if pair["number"] == "translations found" and "layer" not in pair:
-                centred = pair | {"number": "found, centred"}  # shown, but not part of the verdict
-                pairs.append(effect(folder, centred, ", centred"))
-        claim |= {"pairs": pairs, "differ": ", ".join(differ)}
-        claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
-        if len(verdicts) == 1:
-            claim["verdict"] = verdicts.pop()
-        elif {"holds", "the opposite"} <= verdicts:
-            claim["verdict"] = "mixed"
-        elif verdicts:
-            claim["verdict"] = "in part" if "holds" in verdicts else "level or worse"
+        claim["also"] = "<br>".join(effect(folder, pair)["words"] for pair in claim.get("also", []))
+        if "primary" in claim:
+            claim["primary"] = effect(folder, claim["primary"])
+        else:
+            claim |= {"verdict": "not measured", "effect": f"would take {claim['needs']}", "differ": ""}
+    measured = [claim for claim in rows if "primary" in claim]
+    for family in (True, False):  # the papers' claims, and our questions
+        correct([claim["primary"] for claim in measured if (claim["paper"] != OURS) == family])
+    for claim in measured:
+        primary = claim["primary"]
+        if primary["behind"]:
+            verdict = UNDECIDED
+            both = len(primary["behind"]) == 2
+            reason = "both models lose to counting" if both else f"the {primary['behind'][0]} model loses to counting"
+        else:
+            verdict = LEVEL if primary["corrected"] >= 0.05 else HOLDS if primary["mean"][0] > 0 else OPPOSITE
+            reason = f"p {primary['p']:.2g}, corrected {primary['corrected']:.2g}"
+        claim |= {"verdict": verdict, "effect": f"{primary['words']}; {reason}", "differ": primary["differ"]}
     return rows
 
 
-def effect(folder: Path, pair: dict, suffix="") -> dict:
+def correct(pairs: list[dict]):
+    """Adds Holm's correction of p, which bounds the chance that any of several true zeros is called a difference."""
+    pairs = sorted((pair for pair in pairs if not pair["behind"]), key=lambda pair: pair["p"])
+    largest = 0.0
+    for rank, pair in enumerate(pairs):
+        pair["corrected"] = largest = max(largest, min(1.0, (len(pairs) - rank) * pair["p"]))
+
+
+def effect(folder: Path, pair: dict) -> dict:
     """The mean difference between two runs of the same seed, with a 95% t-interval over seeds and its p."""
-    scale, where = UNITS[pair["unit"]], pair["where"] + suffix
+    unit, scale = NUMBERS[pair["number"]]
     ours = values(folder, pair, pair["ours"])
     if isinstance(pair["other"], list):
         runs, other = pair["other"], interpolated(folder, pair)
@@ -87,16 +117,17 @@ def effect(folder: Path, pair: dict, suffix="") -> dict:
     if len(differences) < 2:
         raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
     mean, low, high, p = interval(differences.values())
-    verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
-    words = f"{where}: {signed(mean)} ({signed(low)} to {signed(high)}, p {p:.2g})"
+    words = f"{pair['where']}: {signed(mean)}{unit} ({signed(low)} to {signed(high)}, {len(differences)} seeds)"
     marks = {"seeds": differences.values(), "mean": [mean], "ends": [low, high], "paper": []}
-    if "paper" in pair and not suffix:
+    if "paper" in pair:
         before, after = map(scale, pair["paper"])
         marks["paper"] = [after - before]
     for name, numbers in marks.items():
         marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    differ = {name for run in runs for name in differing(folder, pair | {"other": run})}
-    return pair | marks | {"where": where, "words": words, "verdict": verdict, "differ": sorted(differ)}
+    sides = {"first": [pair["ours"]], "second": runs}
+    behind = [side for side, names in sides.items() if any(loses_to_counting(folder, name) for name in names)]
+    differ = dict.fromkeys(note for run in runs for note in differing(folder, pair | {"other": run}))
+    return pair | marks | {"words": words, "unit": unit, "p": p, "behind": behind, "differ": ", ".join(differ)}
 
 
 def interpolated(folder: Path, pair: dict) -> dict[int, float]:
@@ -111,27 +142,59 @@ def interpolated(folder: Path, pair: dict) -> dict[int, float]:
     return numbers
 
 
-def differing(folder: Path, pair: dict) -> set[str]:
-    """The facts in which two runs of any seed differ. Raises ValueError if the pair is not about one of them."""
+def loses_to_counting(folder: Path, run: str) -> bool:
+    """Whether at least half of the seeds of SCRIPT/RUN score no higher than a trivial method."""
+    sign, *paths = COUNTING[Path(run).parent.name]
+    margins = []
+    for result in by_seed(folder, run).values():
+        score, trivial = (reduce(operator.getitem, path.split(), result) for path in paths)
+        if isinstance(score, dict):  # the metrics of English, in which encoders are fine-tuned; the last is EM
+            metric = [*score][-1]
+            score, trivial = score[metric], trivial[metric]
+        margins.append(sign * (score - trivial))
+    return median(margins) <= 0
+
+
+def differing(folder: Path, pair: dict) -> list[str]:
+    """What differs between two runs of any seed: constants, processors and code.
+
+    Raises ValueError for a constant that the pair is not about, and for one that a run lacks although it reads it: its
+    result is older than the constant.
+    """
     ours, other = by_seed(folder, pair["ours"]), by_seed(folder, pair["other"])
+    seeds = ours.keys() & other.keys()
     names = set()
-    for seed in ours.keys() & other.keys():
-        differ = unequal(facts(pair["ours"], ours[seed]), facts(pair["other"], other[seed]))
-        for name, (x, y) in differ.items():
-            if "-" in (x, y) or (name == "FLOPs" and math.isclose(x, y, rel_tol=0.02)):  # routers add up to 2%
+    for seed in seeds:
+        sides = facts(pair["ours"], ours[seed]), facts(pair["other"], other[seed])
+        for name, (x, y) in unequal(*sides).items():
+            if name == "FLOPs" and math.isclose(x, y, rel_tol=0.02):  # routers add up to 2%
+                continue
+            if "-" in (x, y):
+                run, result = (pair["ours"], ours[seed]) if x == "-" else (pair["other"], other[seed])
+                if reads(run, result, name):
+                    raise ValueError(f"{run} is older than the constant {name}: run it again")
                 continue
             if name not in pair["about"]:
                 raise ValueError(f"{pair['ours']} and {pair['other']}: {name} is {x} and {y}; `about` must name it")
             names.add(name)
-    return names
+    pairs = [(ours[seed], other[seed]) for seed in seeds]
+    processors = sum(x["machine"]["device"] != y["machine"]["device"] for x, y in pairs)
+    versions = sum(x.get("code", {}) | y.get("code", {}) != y.get("code", {}) | x.get("code", {}) for x, y in pairs)
+    notes = {"processor": processors, "code": versions}
+    return sorted(names) + [f"{name} in {n} of {len(pairs)} seeds" for name, n in notes.items() if n]
+
+
+def reads(run: str, result: dict, name: str) -> bool:
+    """Whether SCRIPT/RUN reads the constant, or today's script does not have it."""
+    Config = script_of(run).Config
+    known = {key: value for key, value in result["config"].items() if key in Config.__dataclass_fields__}
+    return name not in Config.__dataclass_fields__ or name in identity(Config(**known))
 
 
 def facts(run: str, result: dict) -> dict:
-    """What to compare of SCRIPT/RUN: the constants that it reads, and what follows from them."""
-    Config, constants = script_of(run).Config, result["config"]
-    known = {name: constants[name] for name in Config.__dataclass_fields__.keys() & constants}
-    others = {name: constants[name] for name in constants.keys() - known}  # checksums, constants of older versions
-    facts = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
+    """What to compare of SCRIPT/RUN: its constants, and what follows from them."""
+    constants = result["config"]
+    facts = constants | {"dtype": result["machine"]["dtype"]}
     if "task" in constants:
         return facts
     tokens, flops = constants["batch_tokens"], flops_of(result)
@@ -145,9 +208,20 @@ def facts(run: str, result: dict) -> dict:
 def values(folder: Path, pair: dict, run: str) -> dict[int, float]:
     """{seed: the pair's number} of one side of the pair."""
     results, layer, key = by_seed(folder, run), pair.get("layer"), pair["number"]
-    if layer is not None:
-        return {seed: result["held_out"][BY_LAYER[key]][layer] for seed, result in results.items()}
-    return {seed: number_of(key, result, script_of(run).cells) for seed, result in results.items()}
+    if key == "RF in training":
+        records = result_of(folder, "analyses/collapse")["records"]
+        curves = {seed: [r["RF"] for r in records if r["run"] == result["name"]] for seed, result in results.items()}
+        return {seed: fmean(filter(None, curve)) for seed, curve in curves.items() if curve}
+    if layer is None:
+        return {seed: number_of(key, result, script_of(run).cells) for seed, result in results.items()}
+    found = {seed: result["held_out"][BY_LAYER[key]] for seed, result in results.items()}
+    if layer != "best":
+        return {seed: layers[layer] for seed, layers in found.items()}
+    best = {}
+    for seed, layers in found.items():
+        others = [found[other] for other in found if other != seed]
+        best[seed] = layers[max(range(1, len(layers)), key=lambda i: sum(other[i] for other in others))]
+    return best
 
 
 def script_of(run: str) -> ModuleType:
@@ -169,13 +243,12 @@ def by_seed(folder: Path, run: str) -> dict[int, dict]:
 
 def pictures(folder: Path) -> dict[str, tuple]:
     """{name: (the function that draws it, the numbers in it)}."""
-    units = {unit: [] for unit in UNITS}
+    rows = []
     for claim in claims(folder):
-        for pair in claim["pairs"]:
-            row = {name: pair[name] for name in (*MARKS, "verdict")}
-            row["name"] = f"{claim['short']}: {pair['where']}"
-            units[pair["unit"]].append(row)
-    drawings = {"verdicts": (forest, units)}
+        if "primary" in claim:
+            row = {name: claim["primary"][name] for name in (*MARKS, "unit")}
+            rows.append(row | {"name": f"{claim['paper']}: {claim['short']}", "verdict": claim["verdict"]})
+    drawings = {"verdicts": (forest, rows)}
     for name, panels in from_json((folder / "pictures.json").read_text()).items():
         numbers = [panel_of(folder, panel) for panel in panels]
         drawings[name] = lambda panels: draw(starmap(Panel, panels)), numbers
@@ -195,25 +268,23 @@ def panel_of(folder: Path, panel: dict) -> list:
     return [panel["title"], records, "encoder", "layer", FOUND]
 
 
-def forest(units: dict[str, list[dict]]):
-    """A panel for each unit, with a row for each comparison: its seeds, their mean and interval, the paper's value."""
-    rows = sum(map(len, units.values()))
-    figure = canvas(1, width=9, height=0.25 * rows + 0.7 * len(units))
-    figure.clear()
-    heights = [len(pairs) + 1.2 for pairs in units.values()]
-    panels = figure.subplots(len(units), 1, height_ratios=heights)
-    key = {}
-    for axes, (unit, pairs) in zip(panels, units.items()):
-        for y, pair in enumerate(pairs):
-            for name, (mark, words) in MARKS.items():
-                x = pair[name]
-                color = "black" if name == "paper" else COLORS[pair["verdict"]]
-                [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(pairs)), [pair["name"] for pair in pairs], fontsize=8)
-        axes.set_ylim(len(pairs) - 0.4, -0.6)
-        axes.set_title(unit, fontsize=9, loc="left")
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle("Right of 0 is what the paper says: blue holds, grey is level, orange is the opposite", fontsize=10)
+def forest(rows: list[dict]):
+    """A row per claim: its seeds, their mean and interval, and the paper's difference, on a scale of its own."""
+    figure = canvas(1, width=9, height=0.3 * len(rows) + 1)
+    [axes], key = figure.axes, {}
+    for y, row in enumerate(rows):
+        largest = max(abs(x) for name in MARKS for x in row[name])
+        for name, (mark, words) in MARKS.items():
+            x = [value / largest for value in row[name]]
+            color = "black" if name == "paper" else COLORS[row["verdict"]]
+            [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
+        low, high = map(signed, row["ends"])
+        axes.text(1.05, y, f"{signed(*row['mean'])}{row['unit']} ({low} to {high})", va="center", fontsize=8)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    axes.set(xticks=[], ylim=(len(rows) - 0.4, -0.6))
+    axes.spines[:].set_visible(False)
+    title = "Right of 0 is what the paper says. Blue holds, grey is not significant, light grey is undecided."
+    figure.suptitle(title, fontsize=10)
     figure.legend(handles=[*key.values()], ncols=len(key), **KEY)
     return figure
