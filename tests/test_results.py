@@ -488,22 +488,6 @@ def test_a_run_with_another_constant_is_not_a_seed(tmp_path, monkeypatch):
     assert claims.effect(tmp_path, pair)["seeds"] == [0, -1, -2, -4, -5, -6, -7]
 
 
-def test_a_run_can_be_compared_with_the_line_between_two(tmp_path, monkeypatch):
-    """At the experts that serve a token in ours, 1.5, 2 and 1.75, between runs with 1 and 3."""
-    pytest.importorskip("scipy")
-    monkeypatch.setattr(claims, "loses_to_counting", lambda folder, run: False)
-    monkeypatch.setattr(train_lm, "cells", lambda result: {"EM": (result["EM"], ""), "served": (result["served"], "")})
-    for seed, (x, y) in enumerate([(1.5, 12.0), (2.0, 15.5), (1.75, 14.0)]):
-        for K, end in ((1, 10.0), (3, 20.0)):
-            numbers = dict(EM=(y, end), served=(x, K), suffix=f"-router={K}")
-            pair = write_pair(tmp_path, train_lm, {}, dict(router="topk", top_k=K), seeds=[seed], **numbers)
-    pair |= {"number": "EM", "about": ["router", "side"]}
-    pair["other"] = [f"{pair['ours']}-router={K}" for K in (1, 3)]
-    effect = claims.effect(tmp_path, pair)
-    assert effect["seeds"] == [-0.5, 0.5, 0.25]
-    assert effect["differ"] == "router, side"
-
-
 @pytest.mark.parametrize("number", claims.BY_LAYER)
 @pytest.mark.parametrize("layer, differences", [(1, [85, 0, -20]), ("best", [5, 10, -20])])
 def test_translations_found_are_those_of_a_layer(tmp_path, monkeypatch, number, layer, differences):
@@ -522,12 +506,13 @@ def test_translations_found_are_those_of_a_layer(tmp_path, monkeypatch, number, 
     assert effect["seeds"] == pytest.approx(differences)
 
 
-def test_routing_fluctuation_in_training_is_the_mean_of_its_curve(tmp_path):
-    """The first evaluation has none."""
-    rows = [("demo", None), ("demo", 0.5), ("demo", 0.3), ("demo-seed=1", None), ("other", 0.9)]
-    records = [{"run": run, "RF": share} for run, share in rows]
+def test_a_number_can_be_the_mean_over_the_records_of_an_analysis(tmp_path):
+    """RF over training, without the first evaluation, which has none; or the records of one step."""
+    rows = [("demo", 1, None), ("demo", 2, 0.5), ("demo", 3, 0.3), ("demo-seed=1", 1, None), ("demo-seed=1", 2, 0.2)]
+    records = [{"run": f"out/train_mlm/{run}", "step": step, "RF": share} for run, step, share in rows]
     write_result(tmp_path, "analyses/collapse", {"records": records})
     for seed, name in enumerate(["demo", "demo-seed=1"]):
         write_result(tmp_path, f"train_mlm/{name}", {"config": {"seed": seed, "gate": "softmax"}})
-    write_result(tmp_path, "analyses/collapse", {"records": [*records, {"run": "demo-seed=1", "RF": 0.2}]})
-    assert claims.values(tmp_path, {"number": "RF in training"}, "train_mlm/demo") == {0: 0.4, 1: 0.2}
+    pair = {"analysis": "collapse", "number": "RF", "ours": "train_mlm/demo"}
+    assert claims.values(tmp_path, pair, "ours") == {0: 0.4, 1: 0.2}
+    assert claims.values(tmp_path, pair | {"at": {"ours": {"step": 2}}}, "ours") == {0: 0.5, 1: 0.2}

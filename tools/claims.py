@@ -4,15 +4,16 @@ Each claim of claims.json has a `primary` comparison, which decides its verdict,
 comparison pairs two runs, `ours` and `other`, each SCRIPT/RUN of any seed, and lists what the pair is `about`: the
 constants in which its runs may differ. Any other difference is an error, also in the `tokens a step` and `FLOPs` that
 follow from the constants. `number` is one of NUMBERS; `from` names another number of the other run, such as the one
-that the same run began with. If `other` names two runs, its number is interpolated between them, at the number of
-experts that serve a token in ours. `layer` chooses the layer whose translations are found: "best" is the one that finds
-the most in the other seeds. pictures.json lists the panels of each picture: the records of an analysis, or the
-translations found in each layer of runs.
+that the same run began with. With `analysis`, it is the mean over the records of an analysis, those with the values of
+`at`, if given. `layer` chooses the layer whose translations are found: "best" is the one that finds the most in the
+other seeds. pictures.json lists the panels of each picture: the records of an analysis, or the translations found in
+each layer of runs.
 """
 
 import importlib
 import math
 import operator
+from collections import defaultdict
 from functools import cache, partial, reduce
 from itertools import starmap
 from pathlib import Path
@@ -35,7 +36,6 @@ NUMBERS = {  # number -> the unit of its differences, and a scale on which highe
     "positive": (" points of positive activations", PERCENT),
     "RC": (" doublings of RC", math.log2),
     "RF": (" points of RF", lambda x: -100 * x),
-    "RF in training": (" points of RF", lambda x: -100 * x),
     "translations found": (" points of translations found", PERCENT),
     "found, centred": (" points of translations found", PERCENT),
     "F1 or accuracy": (" points", float),
@@ -107,13 +107,8 @@ def correct(pairs: list[dict]):
 def effect(folder: Path, pair: dict) -> dict:
     """The mean difference between two runs of the same seed, with a 95% t-interval over seeds and its p."""
     unit, scale = NUMBERS[pair["number"]]
-    ours = values(folder, pair, pair["ours"])
-    if isinstance(pair["other"], list):
-        runs, other = pair["other"], interpolated(folder, pair)
-    else:
-        number = pair.get("from", pair["number"])
-        runs, other = [pair["other"]], values(folder, pair | {"number": number}, pair["other"])
-    differences = paired(ours, other, scale)
+    begin = pair | {"number": pair.get("from", pair["number"])}
+    differences = paired(values(folder, pair, "ours"), values(folder, begin, "other"), scale)
     if len(differences) < 2:
         raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
     mean, low, high, p = interval(differences.values())
@@ -124,22 +119,10 @@ def effect(folder: Path, pair: dict) -> dict:
         marks["paper"] = [after - before]
     for name, numbers in marks.items():
         marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    sides = {"first": [pair["ours"]], "second": runs}
-    behind = [side for side, names in sides.items() if any(loses_to_counting(folder, name) for name in names)]
-    differ = dict.fromkeys(note for run in runs for note in differing(folder, pair | {"other": run}))
-    return pair | marks | {"words": words, "unit": unit, "p": p, "behind": behind, "differ": ", ".join(differ)}
-
-
-def interpolated(folder: Path, pair: dict) -> dict[int, float]:
-    """{seed: the number of the other side, linear between its two runs, at the experts that serve a token in ours}."""
-    served = pair | {"number": "served"}
-    x = values(folder, served, pair["ours"])
-    (x0, y0), (x1, y1) = ((values(folder, served, run), values(folder, pair, run)) for run in pair["other"])
-    numbers = {}
-    for seed in x.keys() & y0.keys() & y1.keys():
-        share = (x[seed] - x0[seed]) / (x1[seed] - x0[seed])
-        numbers[seed] = y0[seed] + share * (y1[seed] - y0[seed])
-    return numbers
+    sides = {"first": pair["ours"], "second": pair["other"]}
+    behind = [side for side, run in sides.items() if loses_to_counting(folder, run)]
+    differ = ", ".join(differing(folder, pair))
+    return pair | marks | {"words": words, "unit": unit, "p": p, "behind": behind, "differ": differ}
 
 
 def loses_to_counting(folder: Path, run: str) -> bool:
@@ -205,13 +188,16 @@ def facts(run: str, result: dict) -> dict:
     return facts | {"tokens a step": tokens, "FLOPs": flops}
 
 
-def values(folder: Path, pair: dict, run: str) -> dict[int, float]:
+def values(folder: Path, pair: dict, side: str) -> dict[int, float]:
     """{seed: the pair's number} of one side of the pair."""
-    results, layer, key = by_seed(folder, run), pair.get("layer"), pair["number"]
-    if key == "RF in training":
-        records = result_of(folder, "analyses/collapse")["records"]
-        curves = {seed: [r["RF"] for r in records if r["run"] == result["name"]] for seed, result in results.items()}
-        return {seed: fmean(filter(None, curve)) for seed, curve in curves.items() if curve}
+    run, layer, key = pair[side], pair.get("layer"), pair["number"]
+    results = by_seed(folder, run)
+    if "analysis" in pair:
+        at, numbers = pair.get("at", {}).get(side, {}), defaultdict(list)
+        for record in result_of(folder, f"analyses/{pair['analysis']}")["records"]:
+            if record[key] is not None and at.items() <= record.items():
+                numbers[Path(record["run"]).name].append(record[key])
+        return {seed: fmean(numbers[result["name"]]) for seed, result in results.items()}
     if layer is None:
         return {seed: number_of(key, result, script_of(run).cells) for seed, result in results.items()}
     found = {seed: result["held_out"][BY_LAYER[key]] for seed, result in results.items()}
