@@ -7,6 +7,7 @@
     python analyze.py threshold      XMoE's figure 7: perplexity by threshold, in training and at test
     python analyze.py speed          XMoE's figure 8: time per batch by FLOPs
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
+    python analyze.py gradient       X-MoE's equations 4 to 6: the gradient through the gate, which collapses states
     python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) during training
     python analyze.py consistency    X-MoE's figure 3b: expert loads of fine-tuning runs that differ only in their seed
     python analyze.py curve          XLM-E's figure 1: scores by training FLOPs
@@ -54,6 +55,7 @@ ANALYSES = {  # analysis -> its options, then what it needs from the training sc
     xmoe.threshold: (EvalOptions, train_lm.evaluate),
     xmoe.speed: (EvalOptions, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),
+    x_moe.gradient: (EvalOptions,),
     x_moe.collapse: (FigureOptions,),
     x_moe.consistency: (FigureOptions,),
     xlm_e.curve: (FigureOptions,),

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from textwrap import fill
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor
 
 from analysis import shared
 from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
+from engine import pretrained
 from engine.device import warn
+from model import MaskedLM
 
 NEIGHBORS = 100  # UMAP's n_neighbors
 
@@ -84,6 +88,63 @@ def poincare(x: Tensor) -> Tensor:
     mean = disk.mean()
     centred = (disk - mean) / (1 - mean.conj() * disk)
     return torch.view_as_real(centred)
+
+
+def gradient(options: EvalOptions):
+    """X-MoE's equations 4 to 6: the part of the hidden states' gradient that comes through the gate.
+
+    The loss reaches a token's hidden state h, the input of a sparse layer, through its experts and through the gate. In
+    the paper the gate's part makes representations collapse: in SMoE it is a sum of the E experts' embeddings, so it
+    moves all tokens within E dimensions. In X-MoE it lies in the d_e dimensions of the projection. A line is the first
+    sparse layer of a run of train_mlm.py on validation tokens: the singular values of the tokens' gradients. The table
+    has the number of dimensions of the gate's part, and its norm over that of the whole gradient.
+    """
+    records, rows, size = [], [], "log10 of its size, relative to the largest"
+    fits = partial(shared.reads, constant="score")
+    runs = shared.select_runs("train_mlm", options, fits, "has no router that compares tokens with experts")
+    for run in shared.loaded(runs, options):
+        through_gate, rest = gradients(run, options.max_tokens)
+        for way, part in {"Through the gate": through_gate, "The rest": rest}.items():
+            sizes = torch.linalg.svdvals(part)
+            for number, x in enumerate((sizes / sizes[0]).clamp(min=1e-8).log10().tolist(), 1):
+                records.append(run.record | {"way": way, "dimension": number, size: x})
+        norm = through_gate.norm() / (through_gate + rest).norm()
+        rank = int(torch.linalg.matrix_rank(through_gate, rtol=1e-4))
+        rows.append(run.record | {"dimensions": rank, "norm, of the whole": float(norm)})
+    panels = []
+    for (way,), group in shared.grouped(records, "way").items():
+        panels.append(Panel(way, group, "experts", "dimension", size))
+    shared.show(gradient, options, records, ("experts",), panels, rows)
+
+
+def gradients(run: TrainedRun, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """-> the loss's gradient with respect to h, through the first sparse layer's gate and on all other ways, (S, D)."""
+    saved = pretrained.read(Path(run.folder))  # `run.model` is its encoder, without the head that predicts tokens
+    model = MaskedLM(run.model.config, run.model.vocab_size).eval()
+    run.context.place(pretrained.fill(model, {}, saved.weights, run.folder))
+    moe, hidden = model.moe_layers[0], []
+
+    def keep(moe, inputs):
+        inputs[0].retain_grad()
+        hidden.append(inputs[0])
+
+    def separate(router, inputs):
+        h, *others = inputs
+        hidden.append(h.detach().requires_grad_())
+        return hidden[-1], *others
+
+    moe.register_forward_pre_hook(keep)
+    moe.router.register_forward_pre_hook(separate)
+    through_gate, rest = [], []
+    for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
+        ids, masked, targets, nonpad = run.context.send_all(*batch[:4])
+        hidden.clear()
+        loss, _ = model(ids, masked, targets, nonpad)
+        loss.backward()
+        whole, gate = (h.grad.flatten(0, -2).cpu() for h in hidden)
+        rest.append(whole if nonpad is None else whole[nonpad.cpu()])
+        through_gate.append(gate)
+    return torch.cat(through_gate), torch.cat(rest)
 
 
 def collapse(options: FigureOptions):

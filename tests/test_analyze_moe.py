@@ -303,6 +303,25 @@ def test_umap_embeds_what_the_router_compares(draw, place, monkeypatch):
         assert panel.collections[0].get_array().tolist() == chosen
 
 
+def test_the_gradient_through_the_gate_is_a_sum_of_embeddings(draw, place):
+    """X-MoE eqs. 4 to 6. Here E is 4, d_e 2 and D 16; the rest spans all 16 dimensions."""
+    folders = [place.mlm["SMoE"], place.mlm["X-MoE"]]
+    (gate, rest), kept = draw("gradient", *folders, "--max_tokens", 256)
+    for folder, (_, _, sizes), (_, _, others), row in zip(folders, lines(gate), lines(rest), kept["table"][1:]):
+        run = x_moe.TrainedRun(folder, read(folder, "config.json"), [])
+        [run] = x_moe.shared.loaded([run], x_moe.EvalOptions(device="cpu"))
+        through_gate, other = x_moe.gradients(run, 256)
+        router = run.model.moe_layers[0].router
+        spanned = router.project.weight if router.on_sphere else router.experts
+        dimensions = len(spanned)
+        residual = through_gate.t() - spanned.t() @ torch.linalg.lstsq(spanned.t(), through_gate.t()).solution
+        assert residual.norm() < 1e-5 * through_gate.norm()
+        assert torch.linalg.matrix_rank(through_gate, rtol=1e-4) == int(row[1]) <= dimensions
+        assert min(others) > -6
+        assert sizes[dimensions] < -6 < sizes[int(row[1]) - 1]
+        assert float(row[2]) == pytest.approx(float(through_gate.norm() / (through_gate + other).norm()), rel=1e-3)
+
+
 def test_consistency_is_the_mean_correlation(draw, tmp_path, monkeypatch, capsys):
     """On folders like those of finetune_xtreme.py: loads of 3 x 100 steps, one layer, three experts."""
     monkeypatch.chdir(tmp_path)

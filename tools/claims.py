@@ -243,7 +243,9 @@ def pictures(folder: Path) -> dict[str, tuple]:
 
 def panel_of(folder: Path, panel: dict) -> list:
     if "records" in panel:
+        only = panel.get("only", {}).items()
         records = result_of(folder, f"analyses/{panel['records']}")["records"]
+        records = [record for record in records if only <= record.items()]
         return [panel["title"], records, panel["by"], panel["x"], panel["y"]]
     records = []
     for name, run in panel["runs"].items():
