@@ -133,6 +133,7 @@ SPACED = {  # text of a file without a TAB -> words and tags
     "Eva B-PER\nran\n\nO O\n": [(("Eva", "ran"), ["B-PER", ""]), (("O",), ["O"])],
     "Eva B-DATE\nran O\nhome O\n": [(("Eva", "ran", "home"), ["B-DATE", "O", "O"])],
     "Zwei Worte\nEva\nO\n": [(("Zwei Worte", "Eva", "O"), None)],  # words alone
+    "Zwei Worte\nEva\nTyp O\n": [(("Zwei Worte", "Eva", "Typ O"), None)],  # one of them looks tagged
 }
 
 
