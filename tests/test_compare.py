@@ -254,3 +254,5 @@ def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, 
     assert kept["records"][0][MEASURE] == number_of("perplexity", result, train_lm.cells)
     [line] = command(weight_decay=0.5, seeds=2)
     assert shlex.split(line)[-1] == folders[1]
+    [line] = command(weight_decay=0.5, seeds=2, seed=5)
+    assert "--seeds 2" in line.partition(" && ")[0]  # trains the preset with as many

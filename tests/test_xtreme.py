@@ -143,6 +143,14 @@ def test_spaces_may_separate_words_from_tags(text, tmp_path):
     assert [example[1:] for example in sets["de"]] == SPACED[text]
 
 
+def test_limits_are_of_training_and_of_each_language_and_development(tmp_path):
+    rows = "".join(f"a\tb{i}\tneutral\n" for i in range(5))
+    names = ("train-en", "dev-en", "test-de", "test-fr")
+    write_files(tmp_path, {f"{name}.tsv": rows.replace("b", name) for name in names})
+    train, valid, test, *_ = read_examples("xnli", str(tmp_path), 3, 2)
+    assert [len(examples) for examples in (train, valid, *test.values())] == [3, 2, 2, 2]
+
+
 def test_a_file_with_the_examples_of_another_is_skipped(tmp_path):
     sets, notes = read("ner", "test", write_files(tmp_path, TWICE))
     assert [example.texts[0] for example in sets["de"]] == ["Anna", "Eva"]
