@@ -98,6 +98,10 @@ def test_the_interval_and_p_are_those_of_a_paired_t_test():
     assert p == pytest.approx(test.pvalue)
 
 
+def test_a_seed_without_the_number_on_either_side_is_left_out():
+    assert paired({0: 5.0, 1: None, 2: 7.0, 3: 9.0}, {0: 4.0, 1: 4.0, 2: None}, float) == {0: 1.0}
+
+
 @pytest.mark.parametrize("difference, p", [(0.0, 1.0), (0.5, 0.0)])
 def test_equal_differences_have_an_interval_without_width(difference, p):
     pytest.importorskip("scipy")
@@ -166,6 +170,8 @@ def test_each_script_has_a_measure_of_its_own(tmp_path, draw, capsys, script):
     assert sum(record["side"].startswith("A - B") and "seed" in record for record in kept["records"]) == pairs
     values = {"train_mlm": "9", "train_mt": "41", "finetune_xtreme": "71"}
     assert [row[1] for row in kept["table"][1:3]] == [values[script]] * 2
+    flops = kept["table"][0].index("FLOPs, nominal")
+    assert [row[flops] for row in kept["table"][1:3]] == ["7e+06" if script == "train_mt" else "1e+06"] * 2
 
 
 def test_the_demo_of_xlm_e_is_compared_by_its_masked_tokens(tmp_path, draw, capsys):
@@ -248,3 +254,5 @@ def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, 
     assert kept["records"][0][MEASURE] == number_of("perplexity", result, train_lm.cells)
     [line] = command(weight_decay=0.5, seeds=2)
     assert shlex.split(line)[-1] == folders[1]
+    [line] = command(weight_decay=0.5, seeds=2, seed=5)
+    assert "--seeds 2" in line.partition(" && ")[0]  # trains the preset with as many

@@ -152,6 +152,12 @@ def test_a_text_may_look_like_an_option(text):
         assert (config.prompt, config.steps, config.resume) == (text, 3, False)
 
 
+def test_an_option_is_not_the_missing_text_of_another(capsys):
+    with pytest.raises(SystemExit):
+        parse("--prompt", "--steps=3")
+    assert "--prompt" in capsys.readouterr().err
+
+
 def test_a_rate_never_rises_after_the_warm_up():
     for preset in train_lm.PRESETS:
         config = parse("--preset", preset)

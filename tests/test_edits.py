@@ -216,9 +216,29 @@ def test_comments_and_docstrings_do_not_count_as_code(tmp_path, monkeypatch):
         ("EMBEDDING_NORM = 0.1", "EMBEDDING_NORM = 0.2"): False,
         ("1 + (total[:, :-1]", "2 + (total[:, :-1]"): False,
         ("order = probs.argsort(", "order = score.argsort("): True,  # of another router
+        ("return self.priority > NOT_CHOSEN", "return self.priority >= 0"): False,  # of a class that is no router
         ('@router("base")', '@router("mine")\nclass Mine(TopK):\n    K = 2\n\n\n@router("base")'): True,
         ("self.E, self.K = config, E, self.K or E", "self.E, self.K = config, E, E"): False,  # of its base class
     }.items():
         assert text.count(edit[0]) == 1
         file.write_text(text.replace(*edit))
         assert (code_of(train_lm.Config()) == before) is same, edit
+
+
+def test_the_code_of_a_router_in_a_file_counts(tmp_path):
+    """Without comments and the file's other routers."""
+    file = tmp_path / "mine.py"
+    classes = [f'@router("{name}")\nclass {name.title()}(TopK):\n    split = 2\n' for name in ("mine", "other")]
+    text = "\n".join(["from routers import TopK, router\n", *classes])
+    file.write_text(text)
+    config = train_lm.Config(router=f"{file}:mine")
+    before = code_of(config)
+    assert [name for name in before if name.startswith(f"{file} (")]
+    for edit, same in {
+        ("class Mine(TopK):\n    split = 2", "class Mine(TopK):\n    split = 3"): False,
+        ("class Other(TopK):\n    split = 2", "class Other(TopK):\n    split = 3"): True,
+        ("class Mine(TopK):", "class Mine(TopK):  # the best"): True,
+    }.items():
+        assert text.count(edit[0]) == 1
+        file.write_text(text.replace(*edit))
+        assert (code_of(config) == before) is same, edit

@@ -135,6 +135,8 @@ def test_new_tokens_have_experts_and_known_ones_keep_theirs(exported, tmp_path):
     hf_model.save_pretrained(tmp_path)
     again, _ = load(tmp_path, "AutoModelForCausalLM")
     assert torch.equal(again(ids).logits, hf_model(ids).logits)
+    hf_model.to("meta").resize_token_embeddings(440, mean_resizing=False)
+    assert all(x.is_meta for x in hf_model.buffers())  # they stay on the model's device
 
 
 PADDED = [(name, side) for name in KINDS for side in ("left", "right")]

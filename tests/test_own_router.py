@@ -248,6 +248,13 @@ def test_a_router_of_a_notebook_may_have_constants(monkeypatch):
     assert command_line(train_lm.Config, train_lm.PRESETS, ["--router", "mine", "--rate", "2"]).rate == 2.0
 
 
+def test_a_router_of_a_file_may_have_the_name_of_another(tmp_path):
+    """Both are kept."""
+    (tmp_path / "mine.py").write_text("from routers import Router, router\n@router('topk')\nclass Mine(Router): pass\n")
+    assert find_router(f"{tmp_path}/mine.py:topk").__name__ == "Mine"
+    assert find_router("topk") is TopK
+
+
 def test_counts_need_a_tally_of_their_shape():
     mine = TopK(constants(), 4)
     mine.tally("load", 4)
@@ -256,6 +263,8 @@ def test_counts_need_a_tally_of_their_shape():
     mine.count("tokens", 7)
     mine.count("tokens", torch.tensor(2))
     assert (mine.load.tolist(), mine.tokens.item()) == ([1, 1, 1, 1], 9)
+    mine.eval().count("tokens", 5)  # an evaluation counts nothing
+    assert mine.train().tokens.item() == 9
     for name, number, message in (
         ("lod", torch.ones(4), "TopK has no tally 'lod': add self.tally('lod', E) to __init__"),
         ("load", torch.ones(2, 3), "TopK counts shape (2, 3) in 'load', which has (4,)"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import played as played_by
 import pytest
@@ -18,13 +19,16 @@ import test_train_electra
 import test_train_mlm
 import test_train_mt
 import torch
-from helpers import ROOT, TINY_LM, TORCHRUN, metrics, only_run, result_of, words
+from helpers import ROOT, TINY_LM, TORCHRUN, constants, metrics, only_run, result_of, words
 from played import CURVES
 from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
+from torch import nn
 
-from engine import pretrained
+from engine import parallel, pretrained
+from engine.device import Context
 from engine.files import load_checkpoint
+from model import xmoe_layer
 
 __all__ = ["electra_corpora", "mt_corpus"]  # fixtures
 
@@ -138,3 +142,16 @@ def flat(record, path="") -> dict[str, float]:
         if not re.search("second|processes", str(name)):
             numbers |= flat(part, f"{path}/{name}")
     return numbers
+
+
+def test_processes_do_not_broadcast_buffers(tmp_path):
+    """Each counts on its own until `after_step`."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        moe = xmoe_layer(constants(router="hash"), 13, "tanh")
+        two = Context(0, 2, torch.device("cpu"), torch.float32)
+        forward = parallel.wrap(nn.Sequential(moe, nn.Linear(8, 8)), SimpleNamespace(compile=False), two)
+        assert len([*forward.buffers()]) == 1
+        assert forward.modules_buffers == []
+    finally:
+        torch.distributed.destroy_process_group()

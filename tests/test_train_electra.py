@@ -229,7 +229,7 @@ ROWS = {
     "XLM": XLM,
     "MLM": XLM | {"tlm": False},
     "X-MoE discriminator": {"router": "hypersphere", **EXPERTS},
-    "threshold discriminator": {"router": "threshold", **EXPERTS},
+    "threshold discriminator": {"router": "threshold", "threshold": 0.4, **EXPERTS},
 }
 
 
@@ -266,6 +266,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
     batches = 3 * config.steps * (1 + config.tlm) * config.batch_tokens  # of sentences, and of pairs
     difference = flops.as_served(model, 0.0, last["layers"])
+    assert (difference < 0) == (row == "threshold discriminator")  # the other tokens get all their experts
     assert result["flops_served"] == pytest.approx(result["flops"] + batches * difference)
     sentences, pairs = (corpus.checksum for corpus in data.values())
     assert sentences != pairs

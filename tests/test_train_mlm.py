@@ -228,7 +228,7 @@ def test_the_report_says_since_when_it_beats_counting_and_how_rc_changed(options
         return scores | {"ppl": next(perplexities)}, chosen
 
     baseline = {"ppl": 2.7, "right": 0.1}
-    counted = {"tokens": baseline, "neighbours": baseline}
+    counted = {"tokens": baseline | {"ppl": 9.0}, "neighbours": baseline}
     monkeypatch.setattr(train_mlm, "evaluate", with_fixed_perplexity)
     monkeypatch.setattr(train_mlm.counting, "masked_scores", lambda *_: counted)
     MLM.run(options | {"steps": 8}, monkeypatch)

@@ -20,6 +20,7 @@ from helpers import TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of,
 
 import train_mt
 from data.batches import TranslationData
+from data.ciphers import VISIBLE
 from data.prepare import prepare
 from engine import pretrained
 from engine.config import command_line
@@ -316,10 +317,14 @@ def test_validation_translates_eval_sentences_under_the_limit_and_baselines_are_
     for scores in validations:
         assert scores["sentences"] == 2 * options["eval_sentences"]
         assert scores["layers"][0]["cut"] > 0
-    assert result_of(options["out_dir"])["memory"] == counted["memory"]
+    result = result_of(options["out_dir"])
+    assert result["memory"] == counted["memory"]
     out = capsys.readouterr().out
     for chrf in ("30.00", "32.00"):
         assert f"    memory     BLEU 1.00  chrF2++ {chrf}\n    lookup     BLEU 1.00  chrF2++ {chrf}\n" in out
+    character, letter = next(iter(VISIBLE.items()))  # of a cipher, which no font has
+    result["test_no_limit"]["examples"] = [["de-en", f"{character:c}", "one", "two"]]
+    assert f"de-en: {letter:c}\n  reference: one\n" in train_mt.report(Config(), result)
 
 
 def rows_of(number: int, *argv: str) -> list[tuple]:

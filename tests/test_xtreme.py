@@ -133,6 +133,7 @@ SPACED = {  # text of a file without a TAB -> words and tags
     "Eva B-PER\nran\n\nO O\n": [(("Eva", "ran"), ["B-PER", ""]), (("O",), ["O"])],
     "Eva B-DATE\nran O\nhome O\n": [(("Eva", "ran", "home"), ["B-DATE", "O", "O"])],
     "Zwei Worte\nEva\nO\n": [(("Zwei Worte", "Eva", "O"), None)],  # words alone
+    "Zwei Worte\nEva\nTyp O\n": [(("Zwei Worte", "Eva", "Typ O"), None)],  # one of them looks tagged
 }
 
 
@@ -140,6 +141,14 @@ SPACED = {  # text of a file without a TAB -> words and tags
 def test_spaces_may_separate_words_from_tags(text, tmp_path):
     sets, _ = read("ner", "test", write_files(tmp_path, {"test-de.tsv": text}))
     assert [example[1:] for example in sets["de"]] == SPACED[text]
+
+
+def test_limits_are_of_training_and_of_each_language_and_development(tmp_path):
+    rows = "".join(f"a\tb{i}\tneutral\n" for i in range(5))
+    names = ("train-en", "dev-en", "test-de", "test-fr")
+    write_files(tmp_path, {f"{name}.tsv": rows.replace("b", name) for name in names})
+    train, valid, test, *_ = read_examples("xnli", str(tmp_path), 3, 2)
+    assert [len(examples) for examples in (train, valid, *test.values())] == [3, 2, 2, 2]
 
 
 def test_a_file_with_the_examples_of_another_is_skipped(tmp_path):
