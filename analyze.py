@@ -21,6 +21,7 @@ They read the runs of the demos and tables in out/, or the run folders that you 
 --out, its numbers to NAME.json. `python analyze.py NAME --help` explains a figure, how to read it, and its options.
 """
 
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,8 @@ def main():
             raise ValueError(f"{name!r} is not an analysis: python analyze.py {' | '.join(analyses)}")
         analysis = analyses[name]
         Options, *needs = ANALYSES[analysis]
+        if issubclass(Options, FigureOptions):
+            importlib.import_module("matplotlib")  # whose absence would show only at the end
         analysis(parse(Options(), argv, analysis.__doc__), *needs)
 
 

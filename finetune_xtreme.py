@@ -221,7 +221,7 @@ def encoder_of(config: Config) -> Path:
         options.insert(0, f"seed={config.seed}")
         folder = folder.with_name("-".join([preset, *options]))
     script = folder.parent.name
-    if preset in SIZES.get(script, {}) and not folder.exists():
+    if preset in SIZES.get(script, {}) and not folder.exists() and all("=" in option for option in options):
         options = "".join(f" --{option.replace('=', ' ')}" for option in [f"preset={preset}", *options])
         raise ValueError(f"{folder} does not exist: python {script}.py{options} trains it")
     return folder
@@ -483,7 +483,7 @@ def report(config: Config, result: dict) -> str:
     rows = [[language, *(describe(scores.get(language, {})) for scores in columns)] for language in columns[0]]
     lines.append(markdown_table(["", "score", "guess without a model", "counting"], rows) + "\n")
     if result["gap"]:
-        lines.append(f"English is above the mean of the other languages by {describe(result['gap'])}")
+        lines.append(f"English minus the mean of the other languages: {describe(result['gap'])}")
     if result["unlabelled"]:
         where = f"predictions are in {config.out_dir}/{result['name']}"
         lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")

@@ -39,10 +39,15 @@ def find_router(name: str) -> type["Router"]:
         before = dict(ROUTERS)
         spec = importlib.util.spec_from_file_location(f"router_file_{Path(file).stem}", file)
         sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # torch.compile looks it up there
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except (ImportError, OSError, SyntaxError) as error:
+            raise ValueError(f"{file} cannot be imported: {error}") from error
         of_file = {f"{file}:{short}": cls for short, cls in ROUTERS.items() if before.get(short) is not cls}
         ROUTERS.clear()
         ROUTERS.update(before | of_file)
+        if not of_file:
+            raise ValueError(f"{file} registers no router: add @router(NAME) above its class")
     if name not in ROUTERS:
         raise ValueError(f"router must be dense, FILE.py:NAME, or one of {', '.join(ROUTERS)}, not {name!r}")
     return ROUTERS[name]

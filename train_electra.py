@@ -457,9 +457,9 @@ def report(config: Config, result: dict) -> str:
     title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
     lines = ["", title, describe(result["held_out"]), counting.in_words(result["counting"])]
     since, translation = result["since_step"], result["held_out"]["translation"]
-    words = f"translations help since step {since}" if since else "translations do not help yet: increase --steps"
-    gain = translation["with"] - translation["without"]
-    lines.append(f"{words}; in the end they raise the accuracy on masked tokens by {100 * gain:.1f} points")
+    gain = f"{100 * (translation['with'] - translation['without']):.1f} points"
+    words = f"translations help since step {since}; in the end they raise the accuracy on masked tokens by {gain}"
+    lines.append(words if since else "translations do not help yet: increase --steps")
     return "\n".join(lines)
 
 

@@ -251,6 +251,8 @@ def train(config: Config, context) -> dict:
         model = build(config, data, context)
         work = forward_flops(model)
         size = "{total:,} parameters, {active:,.0f} active per token".format(**flops.count_parameters(model))
+        if config.prompt:
+            context.say("the prompt is continued after the training, which is not finished")
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
         counting_losses = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
@@ -313,7 +315,7 @@ def evaluate_run(config: Config, context) -> dict:
         if not checkpoint and not config.init_from:
             reason = f"; {run.reason}" if run.reason else ""
             hint = f"first train with all constants but eval_ ones, or pass --init_from RUN to test that run{reason}"
-            raise ValueError(f"{run.folder} has no checkpoint: {hint}")
+            raise ValueError(f"{run.folder.absolute()} has no checkpoint: {hint}")
         model = build(config, data, context)
         if checkpoint:
             model.load_state_dict(checkpoint["model"])
@@ -351,6 +353,8 @@ def report(config: Config, result: dict) -> str:
     """A result in words."""
     scores, unlimited = result["test"], result["test_no_limit"]
     title = result["name"] + ", test"
+    if 0 < result.get("step", 0) < config.steps:  # of an interrupted training
+        title += f" after {result['step']:,} of {config.steps:,} steps"
     for name in ("threshold", "capacity"):
         at_test = getattr(config, f"eval_{name}")
         title += "" if at_test is None else f", {name} {at_test:g}"

@@ -14,9 +14,9 @@ from textwrap import fill
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 from data.batches import MaskedData, Prepared, TokenData
+from data.files import progress
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
@@ -279,7 +279,7 @@ def select_runs(script: str, options: FigureOptions, fits=None, lacks="") -> lis
     return named(runs)
 
 
-def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | None = None) -> tqdm:
+def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | None = None) -> Iterable[TrainedRun]:
     """Loads the models and corpora of all runs -> the runs, with a progress bar.
 
     evaluate: that of the runs' script, if needed. Raises ValueError or OSError if a checkpoint or a corpus is missing,
@@ -292,7 +292,7 @@ def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | No
         model, _ = pretrained.load(run.folder)
         run.data = corpus_of(model, run.folder, run.config, run.context)
         run.model = run.context.place(model)
-    return tqdm(runs, unit="run", disable=None)
+    return progress(runs, "runs")
 
 
 def corpus_of(model: SparseModel, folder: str, constants: dict, context: Context) -> TokenData | MaskedData:

@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 import tyro
-from tqdm import tqdm
 
 from analysis import shared
 from analysis.shared import FigureOptions, Panel, TrainedRun
 from data import bitext_sets
 from data.bitext_sets import Aligned
+from data.files import progress
 from data.folder import ready
 from data.tokenizers import XLMR
 from engine import pretrained
@@ -102,7 +102,7 @@ def retrieval(options: Encoders, demos: Callable):
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         found = {}  # language -> share of translations found from and to English, (2, L + 1)
-        for language, pairs in tqdm(texts.items(), unit="language", disable=None):
+        for language, pairs in progress(texts.items(), "languages"):
             sides = zip(*pairs)
             foreign, english = (crosslingual.sentence_vectors(encoder, tokenizer, s, 2048, context) for s in sides)
             found[language] = crosslingual.both_directions(english, foreign).cpu()
@@ -179,8 +179,7 @@ def alignment(options: Alignment, demos: Callable):
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         errors = {}  # set -> AER by layer
         for name, pairs in sets.items():
-            bar = tqdm(pairs, desc=name, disable=None)
-            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in bar]
+            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in progress(pairs, name)]
             errors[name] = [crosslingual.alignment_error(layer, pairs) for layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 

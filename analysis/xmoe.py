@@ -10,6 +10,7 @@ from torch import Tensor
 
 from analysis import shared
 from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
+from data.files import progress
 from engine.device import warn
 from metrics import timing
 from metrics.routing import mean_over_layers
@@ -185,7 +186,7 @@ def threshold(options: EvalOptions, evaluate: Callable):
             warn(f"{run.folder} is left out: it differs from {first.folder} in more than --threshold and --seed")
     for run in shared.loaded(runs, options, evaluate):
         trained.append(point(run, "in training", run.config["threshold"]))
-        for t in THRESHOLDS if run is first else ():
+        for t in progress(THRESHOLDS, "thresholds") if run is first else ():
             run.model.config.eval_threshold = t  # which the routers read
             tested.append(point(run, "at test", t))
             with run.model.no_limit():

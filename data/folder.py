@@ -63,8 +63,8 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. Raises FileNotFoundError or ValueError if a file is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
-        hint = f"python -m data.prepare {folder.name} prepares it if data/README.md lists it"
-        raise FileNotFoundError(f"no prepared data in {folder}, and no text of that name: {hint}")
+        hint = f"if data/README.md lists it, python -m data.prepare {folder.name}, else pass a text file or folder"
+        raise FileNotFoundError(f"there is no {folder.name}: {hint}")
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)

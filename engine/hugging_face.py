@@ -170,8 +170,9 @@ Trainer, set tokenizer.padding_side = "right".
 ```python
 from transformers import {auto}, AutoTokenizer
 
-model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+folder = "."  # this one
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 """
 

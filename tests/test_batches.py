@@ -194,7 +194,7 @@ def test_a_damaged_folder_is_an_error_of_one_line(aligned, tmp_path, monkeypatch
     (copy / "valid.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"valid\.bin is missing; remove the folder and prepare it again"):
         PairData(copy, T, T)
-    with pytest.raises(FileNotFoundError, match="no prepared data .*: python -m data.prepare wmt10 prepares it"):
+    with pytest.raises(FileNotFoundError, match="there is no wmt10: .* python -m data.prepare wmt10, else"):
         PairData(tmp_path / "wmt10", T, T)
 
 

@@ -180,7 +180,7 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
     rows.append(["mean", *(result[mean] for mean in COLUMNS.values())])
     assert table_rows(table) == [[name, *map(in_words, scores)] for name, *scores in rows]
     assert title.endswith("best in English development")
-    assert gap == f"English is above the mean of the other languages by {in_words(result['gap'])}"
+    assert gap == f"English minus the mean of the other languages: {in_words(result['gap'])}"
     assert set(result["languages"]["en"].values()) == {100.0} == set(result["valid"].values())
     assert max(result["guesses"]["en"].values()) < 70
     first, *_, last = losses(options["out_dir"])

@@ -189,7 +189,7 @@ BAD = [  # script, options, error message
     ("train_electra", XLM | {"lambda_disc": 2.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
     ("train_electra", {"objective": "mlm"}, "--generator_layers is not read"),
     ("train_electra", BIAS, "objective rtd, --relative_bias False: leave"),
-    ("train_electra", {"pairs": "opus"}, "no prepared data in"),
+    ("train_electra", {"pairs": "opus"}, "there is no opus"),
     ("train_mt", {"target": "fr"}, "pairs without the language 'fr'"),
     ("train_mt", {"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
     ("train_mt", {"model": "out/train_mt/multi30k"}, "--model is not read with --router threshold"),
