@@ -156,7 +156,7 @@ def read_documents(path: Path, blocks: bool = False, source: Path | None = None)
 
 
 def progress(rows: Iterable, label: str, **options) -> Iterator:
-    """The rows, with a progress bar on rank 0's terminal; without one, with a line after 5, 15, 35 seconds and so on."""
+    """The rows, with a progress bar on rank 0's terminal; without one, a line after 5, 15, 35 seconds and so on."""
     silent = int(os.environ.get("RANK", 0)) > 0
     bar = tqdm(rows, label, leave=False, delay=1, disable=silent or None, **options)
     pause, last = 5, time.monotonic()
