@@ -111,9 +111,8 @@ def gradient(options: EvalOptions):
         norm = through_gate.norm() / (through_gate + rest).norm()
         rank = int(torch.linalg.matrix_rank(through_gate, rtol=1e-4))
         rows.append(run.record | {"dimensions": rank, "norm, of the whole": float(norm)})
-    panels = []
-    for (way,), group in shared.grouped(records, "way").items():
-        panels.append(Panel(way, group, "experts", "dimension", size))
+    ways = shared.grouped(records, "way").items()
+    panels = [Panel(way, group, "experts", "dimension", size) for (way,), group in ways]
     shared.show(gradient, options, records, ("experts",), panels, rows)
 
 
@@ -124,24 +123,19 @@ def gradients(run: TrainedRun, max_tokens: int) -> tuple[Tensor, Tensor]:
     run.context.place(pretrained.fill(model, {}, saved.weights, run.folder))
     moe, hidden = model.moe_layers[0], []
 
-    def keep(moe, inputs):
-        inputs[0].retain_grad()
-        hidden.append(inputs[0])
-
     def separate(router, inputs):
         h, *others = inputs
         hidden.append(h.detach().requires_grad_())
         return hidden[-1], *others
 
-    moe.register_forward_pre_hook(keep)
+    moe.register_forward_pre_hook(lambda moe, inputs: hidden.append(inputs[0]))
     moe.router.register_forward_pre_hook(separate)
     through_gate, rest = [], []
     for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
         ids, masked, targets, nonpad = run.context.send_all(*batch[:4])
         hidden.clear()
         loss, _ = model(ids, masked, targets, nonpad)
-        loss.backward()
-        whole, gate = (h.grad.flatten(0, -2).cpu() for h in hidden)
+        whole, gate = (gradient.flatten(0, -2).cpu() for gradient in torch.autograd.grad(loss, hidden))
         rest.append(whole if nonpad is None else whole[nonpad.cpu()])
         through_gate.append(gate)
     return torch.cat(through_gate), torch.cat(rest)

@@ -314,8 +314,8 @@ def test_p_is_corrected_by_holms_method():
         (0.01, 1, [], "holds", "it; p 0.01, corrected 0.02"),
         (0.01, -1, [], "the opposite", "it; p 0.01, corrected 0.02"),
         (0.04, 1, [], "no significant difference", "it; p 0.04, corrected 0.08"),
-        (0.01, 1, ["second"], "undecided", "it; the second model loses to counting"),
-        (0.01, 1, ["first", "second"], "undecided", "it; both models lose to counting"),
+        (0.01, 1, ["second"], "undecided", "it; loses to counting: the second model"),
+        (0.01, 1, ["first", "second"], "undecided", "it; loses to counting: the first and the second model"),
     ],
 )
 def test_the_primary_comparison_decides_a_claim(tmp_path, monkeypatch, p, mean, behind, verdict, words):

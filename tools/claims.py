@@ -10,18 +10,19 @@ other seeds. pictures.json lists the panels of each picture: the records of an a
 each layer of runs.
 """
 
-import importlib
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache, partial, reduce
 from itertools import starmap
 from pathlib import Path
 from statistics import fmean, median
-from types import ModuleType
+
+import numpy as np
 
 from analysis.compare import flops_of, interval, number_of, paired, signed, unequal
 from analysis.shared import KEY, Panel, canvas, draw
+from analyze import SCRIPTS
 from engine.config import identity
 from engine.files import from_json
 
@@ -86,9 +87,7 @@ def claims(folder: Path) -> list[dict]:
     for claim in measured:
         primary = claim["primary"]
         if primary["behind"]:
-            verdict = UNDECIDED
-            both = len(primary["behind"]) == 2
-            reason = "both models lose to counting" if both else f"the {primary['behind'][0]} model loses to counting"
+            verdict, reason = UNDECIDED, f"loses to counting: the {' and the '.join(primary['behind'])} model"
         else:
             verdict = LEVEL if primary["corrected"] >= 0.05 else HOLDS if primary["mean"][0] > 0 else OPPOSITE
             reason = f"p {primary['p']:.2g}, corrected {primary['corrected']:.2g}"
@@ -113,14 +112,12 @@ def effect(folder: Path, pair: dict) -> dict:
         raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
     mean, low, high, p = interval(differences.values())
     words = f"{pair['where']}: {signed(mean)}{unit} ({signed(low)} to {signed(high)}, {len(differences)} seeds)"
-    marks = {"seeds": differences.values(), "mean": [mean], "ends": [low, high], "paper": []}
-    if "paper" in pair:
-        before, after = map(scale, pair["paper"])
-        marks["paper"] = [after - before]
+    paper = np.diff([scale(x) for x in pair.get("paper", ())])
+    marks = {"seeds": differences.values(), "mean": [mean], "ends": [low, high], "paper": paper}
     for name, numbers in marks.items():
         marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    sides = {"first": pair["ours"], "second": pair["other"]}
-    behind = [side for side, run in sides.items() if loses_to_counting(folder, run)]
+    sides = ("first", pair["ours"]), ("second", pair["other"])
+    behind = [side for side, run in sides if loses_to_counting(folder, run)]
     differ = ", ".join(differing(folder, pair))
     return pair | marks | {"words": words, "unit": unit, "p": p, "behind": behind, "differ": differ}
 
@@ -145,37 +142,32 @@ def differing(folder: Path, pair: dict) -> list[str]:
     result is older than the constant.
     """
     ours, other = by_seed(folder, pair["ours"]), by_seed(folder, pair["other"])
-    seeds = ours.keys() & other.keys()
-    names = set()
-    for seed in seeds:
-        sides = facts(pair["ours"], ours[seed]), facts(pair["other"], other[seed])
-        for name, (x, y) in unequal(*sides).items():
-            if name == "FLOPs" and math.isclose(x, y, rel_tol=0.02):  # routers add up to 2%
-                continue
-            if "-" in (x, y):
-                run, result = (pair["ours"], ours[seed]) if x == "-" else (pair["other"], other[seed])
-                if reads(run, result, name):
-                    raise ValueError(f"{run} is older than the constant {name}: run it again")
+    pairs = [(ours[seed], other[seed]) for seed in ours.keys() & other.keys()]
+    names, notes = set(), Counter()
+    for one, two in pairs:
+        notes["processor"] += one["machine"]["device"] != two["machine"]["device"]
+        notes["code"] += any("-" not in both for both in unequal(one.get("code", {}), two.get("code", {})).values())
+        for name, (x, y) in unequal(facts(one), facts(two)).items():
+            for side, result, value in ("ours", one, x), ("other", two, y):
+                if value == "-" and reads(pair[side], result, name):
+                    raise ValueError(f"{pair[side]} is older than the constant {name}: run it again")
+            if "-" in (x, y) or (name == "FLOPs" and math.isclose(x, y, rel_tol=0.02)):  # routers add up to 2%
                 continue
             if name not in pair["about"]:
                 raise ValueError(f"{pair['ours']} and {pair['other']}: {name} is {x} and {y}; `about` must name it")
             names.add(name)
-    pairs = [(ours[seed], other[seed]) for seed in seeds]
-    processors = sum(x["machine"]["device"] != y["machine"]["device"] for x, y in pairs)
-    versions = sum(x.get("code", {}) | y.get("code", {}) != y.get("code", {}) | x.get("code", {}) for x, y in pairs)
-    notes = {"processor": processors, "code": versions}
     return sorted(names) + [f"{name} in {n} of {len(pairs)} seeds" for name, n in notes.items() if n]
 
 
 def reads(run: str, result: dict, name: str) -> bool:
     """Whether SCRIPT/RUN reads the constant, or today's script does not have it."""
-    Config = script_of(run).Config
+    Config = SCRIPTS[Path(run).parent.name].Config
     known = {key: value for key, value in result["config"].items() if key in Config.__dataclass_fields__}
     return name not in Config.__dataclass_fields__ or name in identity(Config(**known))
 
 
-def facts(run: str, result: dict) -> dict:
-    """What to compare of SCRIPT/RUN: its constants, and what follows from them."""
+def facts(result: dict) -> dict:
+    """What to compare of a run: its constants, and what follows from them."""
     constants = result["config"]
     facts = constants | {"dtype": result["machine"]["dtype"]}
     if "task" in constants:
@@ -199,7 +191,8 @@ def values(folder: Path, pair: dict, side: str) -> dict[int, float]:
                 numbers[Path(record["run"]).name].append(record[key])
         return {seed: fmean(numbers[result["name"]]) for seed, result in results.items()}
     if layer is None:
-        return {seed: number_of(key, result, script_of(run).cells) for seed, result in results.items()}
+        cells = SCRIPTS[Path(run).parent.name].cells
+        return {seed: number_of(key, result, cells) for seed, result in results.items()}
     found = {seed: result["held_out"][BY_LAYER[key]] for seed, result in results.items()}
     if layer != "best":
         return {seed: layers[layer] for seed, layers in found.items()}
@@ -208,10 +201,6 @@ def values(folder: Path, pair: dict, side: str) -> dict[int, float]:
         others = [found[other] for other in found if other != seed]
         best[seed] = layers[max(range(1, len(layers)), key=lambda i: sum(other[i] for other in others))]
     return best
-
-
-def script_of(run: str) -> ModuleType:
-    return importlib.import_module(Path(run).parent.name)
 
 
 def result_of(folder: Path, name: str) -> dict:
@@ -251,8 +240,7 @@ def panel_of(folder: Path, panel: dict) -> list:
     for name, run in panel["runs"].items():
         for result in by_seed(folder, run).values():
             for layer, share in enumerate(result["held_out"][panel["held_out"]]):
-                record = {"run": result["name"], "encoder": name}
-                records.append(record | {"layer": layer, FOUND: 100 * share})
+                records.append({"run": result["name"], "encoder": name, "layer": layer, FOUND: 100 * share})
     return [panel["title"], records, "encoder", "layer", FOUND]
 
 
