@@ -8,7 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 from types import ModuleType
 
-from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, read_run, show
+from analysis.shared import SCRIPTS, FigureOptions, Panel, TrainedRun, read_run, show, unequal
 from metrics.routing import mean_over_layers
 
 RELATIVE = {"perplexity", "no limit", "RC", "RC at first"}  # differences are in %
@@ -33,13 +33,6 @@ def flops_of(result: dict, kind="flops") -> float | None:
     """Forward FLOPs per token, or per pair of sentences; of XLM-E, those of the whole training."""
     flops = result.get(f"{kind}_per_pair") or result.get(kind)
     return flops["total"] if isinstance(flops, dict) else flops
-
-
-def unequal(ours: dict, other: dict) -> dict[str, tuple]:
-    """{constant: both values} of those in which two runs differ, apart from the seed and what depends on it."""
-    by_seed = {"seed", "data_checksum"} if "task" in ours else {"seed"}  # fine-tuning's checksum includes new weights
-    both = {name: (ours.get(name, "-"), other.get(name, "-")) for name in ours | other if name not in by_seed}
-    return {name: values for name, values in both.items() if values[0] != values[1]}
 
 
 def paired(ours: dict, other: dict, scale: Callable) -> dict:

@@ -77,8 +77,7 @@ def table_of(records: list[dict], keys: tuple) -> list:
 
     Strings other than the keys are left out. A cell without numbers is empty.
     """
-    columns = [name for name in records[0] if name not in keys]
-    numbers = [name for name in columns if not isinstance(records[0][name], str)]
+    numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
     rows = [[*keys, *numbers]]
     for values, group in grouped(records, *keys).items():
         row = [f"{value:.5g}" if isinstance(value, float) else value for value in values]
@@ -173,7 +172,7 @@ SCRIPTS = {  # script -> a constant or a metric that only its runs have, the num
     "train_electra": ("objective", "masked tokens right", "held-out masked tokens right (higher is better)"),
     "finetune_xtreme": ("train_examples", "F1 or accuracy", "F1 or accuracy over languages (higher is better)"),
 }
-UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the same name may differ in these
+UNNAMED = {"eval_every", "eval_tokens", "eval_maskings"}  # runs of the same name may differ in these
 
 
 @dataclass
@@ -238,25 +237,26 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
+def unequal(ours: dict, other: dict) -> dict[str, tuple]:
+    """{constant: both values} of those in which two runs differ, apart from the seed and what depends on it."""
+    by_seed = {"seed", "data_checksum"} if "task" in ours else {"seed"}  # fine-tuning's checksum includes new weights
+    both = {name: (ours.get(name, "-"), other.get(name, "-")) for name in ours | other if name not in by_seed}
+    return {name: values for name, values in both.items() if values[0] != values[1]}
+
+
 def named(runs: Iterable[TrainedRun]) -> list[TrainedRun]:
     """The runs with names: the description, and the constants in which runs of the same description differ.
 
     So only seeds of the same experiment share a name. Width and steps are added if any two runs differ in them.
     Constants of the evaluations during training are not.
     """
-    runs, groups = [*runs], {}
+    runs = [*runs]
     for run in runs:
-        groups.setdefault(in_words(run.config), []).append(run)
-    for words, group in groups.items():
-        for run in group:
-            run.name = words
-            for constant, value in run.config.items():
-                compared = runs if constant in ("n_embd", "steps") else group
-                values = {repr(other.config.get(constant)) for other in compared}
-                # A fine-tuning run's checksum includes the new weights, which depend on the seed.
-                by_seed = constant == "data_checksum" and "task" in run.config
-                if constant not in UNNAMED and len(values) > 1 and not by_seed:
-                    run.name += f", {constant} {value}"
+        words, differ = in_words(run.config), set()
+        for other in runs:
+            names = unequal(run.config, other.config).keys() - UNNAMED
+            differ |= names if in_words(other.config) == words else names & {"n_embd", "steps"}
+        run.name = ", ".join([words, *(f"{name} {value}" for name, value in run.config.items() if name in differ)])
     return runs
 
 

@@ -242,13 +242,6 @@ class Flops:
 
 def flops(options: Flops, sizes: dict):
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
-    print(f"XLM-E table 3: parameters of the discriminator with its head\n\n{table3(sizes)}\n")
-    print("XLM-E table 4: training FLOPs of 125,000 steps with batches of 2,048 x 512 tokens\n")
-    print(table4(sizes["base"]))
-
-
-def table3(sizes: dict) -> str:
-    """Parameters, ours beside the paper's. sizes: preset of train_electra.py -> its Config."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
         with torch.device("meta"):  # weights with shapes but no data
@@ -256,14 +249,13 @@ def table3(sizes: dict) -> str:
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and one logit per token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
-    return markdown_table(["preset", "vocabulary", "paper", "here"], rows)
-
-
-def table4(config) -> str:
-    """Training FLOPs of the base model beside the paper's: matrix products, the backward pass counted twice."""
-    V, D = TABLE3["base"][0], config.n_embd
+    print("XLM-E table 3: parameters of the discriminator with its head\n")
+    print(markdown_table(["preset", "vocabulary", "paper", "here"], rows))
+    # Table 4 counts matrix products, the backward pass twice.
+    config, V = sizes["base"], TABLE3["base"][0]
     with torch.device("meta"):
         large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
+    D = config.n_embd
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's sees masked tokens only
     per_token = sum(3 * flops_per_token(network, network.config, head) for network, head in zip((large, small), heads))
     batch = config.steps * config.batch_tokens * per_token
@@ -271,4 +263,5 @@ def table4(config) -> str:
         ["XLM-E: a batch of sentences and one of pairs", "9.5e19", f"{2 * batch:.2e}"],
         ["XLM-E - TRTD: one batch", "6.3e19", f"{batch:.2e}"],
     ]
-    return markdown_table(["base", "paper", "here"], rows)
+    print("\nXLM-E table 4: training FLOPs of 125,000 steps with batches of 2,048 x 512 tokens\n")
+    print(markdown_table(["base", "paper", "here"], rows))

@@ -261,6 +261,11 @@ def test_a_missing_encoder_names_the_command_that_trains_it(command, tmp_path, m
         finetune_xtreme.encoder_of(MISSING[command])
 
 
+def test_a_misspelled_encoder_is_not_turned_into_a_command():
+    folder = Path("out/train_electra/demo-step")
+    assert finetune_xtreme.encoder_of(Config(model=str(folder))) == folder
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_routers_and_experts_do_not_change(frozen, options, encoders, monkeypatch):
     XTREME.run(options | {"frozen": frozen, "weight_decay": 0.01}, monkeypatch)

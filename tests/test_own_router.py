@@ -255,6 +255,27 @@ def test_a_router_of_a_file_may_have_the_name_of_another(tmp_path):
     assert find_router("topk") is TopK
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "mine.py cannot be imported: .*No such file"),
+        ("import nothere", "mine.py cannot be imported: No module named 'nothere'"),
+        ("class Mine(Router) pass", r"mine.py cannot be imported: .*\(mine.py, line 1\)"),
+        ("class Mine: pass", r"mine.py registers no router: add @router\(NAME\) above its class"),
+        (
+            "from routers import TopK, router\nrouter('yours')(TopK)",
+            "router must be .*mine.py:yours, not .*mine.py:mine'",
+        ),
+    ],
+    ids=["missing", "a package", "syntax", "no router", "another name"],
+)
+def test_a_file_without_the_router_is_one_clear_line(tmp_path, text, message):
+    if text:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find_router(f"{tmp_path}/mine.py:mine")
+
+
 def test_counts_need_a_tally_of_their_shape():
     mine = TopK(constants(), 4)
     mine.tally("load", 4)

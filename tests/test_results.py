@@ -424,7 +424,7 @@ def test_every_difference_of_a_pair_must_be_named(tmp_path, script, ours, other,
 def test_a_constant_that_one_run_lacks_is_refused_if_it_reads_it(tmp_path, constants, name):
     """A run that lacks the constant may have had another value of it."""
     pair = write_pair(tmp_path, train_lm, constants, {})
-    with pytest.raises(ValueError, match=f" is older than the constant {name}: run it again"):
+    with pytest.raises(ValueError, match=f" has no constant {name}, as in another version: run it again"):
         claims.differing(tmp_path, pair)
 
 

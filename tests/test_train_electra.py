@@ -330,7 +330,7 @@ def test_the_report_says_since_when_translations_help(options, monkeypatch, caps
     assert "translations help since step 4" in out
     assert "in the end they raise the accuracy on masked tokens by 4.0 points" in out
     result = result_of(options["out_dir"]) | {"since_step": None}
-    assert "translations do not help yet" in train_electra.report(Config(), result)
+    assert train_electra.report(Config(), result).endswith("\ntranslations do not help yet: increase --steps")
 
 
 @pytest.mark.parametrize("masks, share", {"all": (1, 0), "bert": (0.8, 0.1), "electra": (0.85, 0)}.items())

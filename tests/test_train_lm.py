@@ -191,6 +191,20 @@ def test_a_report_names_easy_and_hard_tokens(options, monkeypatch, capsys):
     assert "many: 3\n" in out
 
 
+def test_a_test_of_an_interrupted_training_says_so(options, monkeypatch, capsys):
+    LM.run(options | {"prompt": "the"}, monkeypatch)
+    assert "the prompt is continued after the training, which is not finished\n" in capsys.readouterr().out
+    LM.run(options | {"prompt": "the"}, monkeypatch)
+    LM.run(options | {"eval_only": True}, monkeypatch)
+    out = capsys.readouterr().out
+    assert "the prompt is continued" not in out
+    assert " steps" not in out
+    (file,) = only_run(options["out_dir"]).glob("eval-*.json")
+    result, config = json.loads(file.read_text()), train_lm.Config(steps=options["steps"] + 1)
+    [_, title, *_] = train_lm.report(config, result | {"flops_served": None}).splitlines()
+    assert title == f"{result['name']}, test after {options['steps']} of {config.steps} steps"
+
+
 def test_a_finished_run_continues_a_prompt(options, monkeypatch, capsys):
     """Without a capacity limit, and without another test; a token counts once in the mean of served experts."""
     options |= {"prompt": "12 34", "sample_tokens": 6, "sample_top_k": 1}

@@ -17,13 +17,14 @@ from functools import cache, partial, reduce
 from itertools import starmap
 from pathlib import Path
 from statistics import fmean, median
+from types import ModuleType
 
 import numpy as np
 
-from analysis.compare import flops_of, interval, number_of, paired, signed, unequal
-from analysis.shared import KEY, Panel, canvas, draw
+from analysis.compare import flops_of, interval, number_of, paired, signed
+from analysis.shared import KEY, Panel, canvas, draw, unequal
 from analyze import SCRIPTS
-from engine.config import identity
+from engine.config import identity, with_constants
 from engine.files import from_json
 
 OURS = "ours"  # in place of a paper, the questions that no paper asks
@@ -138,8 +139,8 @@ def loses_to_counting(folder: Path, run: str) -> bool:
 def differing(folder: Path, pair: dict) -> list[str]:
     """What differs between two runs of any seed: constants, processors and code.
 
-    Raises ValueError for a constant that the pair is not about, and for one that a run lacks although it reads it: its
-    result is older than the constant.
+    Raises ValueError for a constant that the pair is not about, and for one that only one run has although both read
+    it, or none: they are of different versions.
     """
     ours, other = by_seed(folder, pair["ours"]), by_seed(folder, pair["other"])
     pairs = [(ours[seed], other[seed]) for seed in ours.keys() & other.keys()]
@@ -148,9 +149,10 @@ def differing(folder: Path, pair: dict) -> list[str]:
         notes["processor"] += one["machine"]["device"] != two["machine"]["device"]
         notes["code"] += any("-" not in both for both in unequal(one.get("code", {}), two.get("code", {})).values())
         for name, (x, y) in unequal(facts(one), facts(two)).items():
-            for side, result, value in ("ours", one, x), ("other", two, y):
-                if value == "-" and reads(pair[side], result, name):
-                    raise ValueError(f"{pair[side]} is older than the constant {name}: run it again")
+            for side, value, lacking, having in ("ours", x, one, two), ("other", y, two, one):
+                script = SCRIPTS[Path(pair[side]).parent.name]
+                if value == "-" and (name in read_by(script, lacking) or name not in read_by(script, having)):
+                    raise ValueError(f"{pair[side]} has no constant {name}, as in another version: run it again")
             if "-" in (x, y) or (name == "FLOPs" and math.isclose(x, y, rel_tol=0.02)):  # routers add up to 2%
                 continue
             if name not in pair["about"]:
@@ -159,11 +161,11 @@ def differing(folder: Path, pair: dict) -> list[str]:
     return sorted(names) + [f"{name} in {n} of {len(pairs)} seeds" for name, n in notes.items() if n]
 
 
-def reads(run: str, result: dict, name: str) -> bool:
-    """Whether SCRIPT/RUN reads the constant, or today's script does not have it."""
-    Config = SCRIPTS[Path(run).parent.name].Config
-    known = {key: value for key, value in result["config"].items() if key in Config.__dataclass_fields__}
-    return name not in Config.__dataclass_fields__ or name in identity(Config(**known))
+def read_by(script: ModuleType, result: dict) -> dict:
+    """The constants that today's script would read in place of this result's."""
+    constants = result["config"]
+    Config = with_constants(script.Config, constants.get("router", "dense"))
+    return identity(Config(**{name: constants[name] for name in Config.__dataclass_fields__.keys() & constants}))
 
 
 def facts(result: dict) -> dict:
