@@ -62,7 +62,7 @@ ANALYSES = {  # analysis -> its options, then what it needs from the training sc
     xlm_e.curve: (FigureOptions,),
     xlm_e.flops: (xlm_e.Flops, SIZES),
     xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
-    xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
+    xlm_e.alignment: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     compare.compare: (compare.Compare, SCRIPTS),
     play.play: (play.Play, partial(demos, train_lm)),
 }

@@ -31,7 +31,7 @@ from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from metrics import bits_per_byte, counting, flops, perplexity
-from metrics.routing import RoutingStats, describe_routing, easy_and_hard, losses_in_words, mean_over_layers
+from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import GPT
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,10 +282,6 @@ def train(config: Config, context) -> dict:
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
     result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
-    if model.moe_layers and type(model.moe_layers[-1].router).K is None:
-        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        for name, tokens in zip(("easy", "hard"), easy_and_hard(model, batches, context)):
-            result[name] = [data.tokenizer.decode([token]) for token in tokens]
     return run.finish(result)
 
 
@@ -371,10 +367,6 @@ def report(config: Config, result: dict) -> str:
         words = "counting baselines, bits per byte: unigrams {unigrams:.3f}, bigrams of the tokens seen in training "
         words += "{bigrams:.3f}, bigrams of the whole training text {all bigrams:.3f}"
         lines.append(words.format(**result["counting"]))
-    for name, label in {"easy": "tokens that choose few experts in the last MoE layer", "hard": "many"}.items():
-        if name in result:
-            tokens = [repr(token.replace(" ", "·"))[1:-1] for token in result[name]]  # makes spaces visible
-            lines.append(f"{label}: {' '.join(token.removeprefix('·') or token for token in tokens)}")
     return "\n".join(lines)
 
 

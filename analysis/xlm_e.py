@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import torch
 import tyro
@@ -148,11 +147,6 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
     return texts, groups
 
 
-@dataclass
-class Alignment(Encoders):
-    rounds: Literal[1, 2] = 2  # of aligning pieces: 2 in XLM-Align's paper, 1 in its released aligner
-
-
 MEAN = "mean AER, %"
 PAPER_SETS = "de-en", "en-fr", "en-hi", "en-ro"
 PAPER_ALIGNMENT = {  # table 6
@@ -164,14 +158,14 @@ PAPER_ALIGNMENT = {  # table 6
 }
 
 
-def alignment(options: Alignment, demos: Callable):
+def alignment(options: Encoders, demos: Callable):
     """XLM-E's table 6 and figure 4: alignment error rate (AER) of words aligned by optimal transport; lower is better.
 
     The similarity of two pieces is the dot product of their hidden states, computed on both sentences in one sequence
-    if they fit, as in XLM-Align's released aligner. Mutual best matches are aligned. A second round, in XLM-Align's
-    paper but not in its aligner, aligns the pieces that are left (Itermax). "the diagonal" is a trivial baseline: each
-    word is aligned with the word at the same relative position. For ciphers that is the correct alignment. --source is
-    the folder with de-en.src-tgt (source ||| target, in words), de-en.gold, and so on.
+    if they fit, as in XLM-Align's released aligner. Mutual best matches are aligned, and a second round aligns the
+    pieces that are left (Itermax). "the diagonal" is a trivial baseline: each word is aligned with the word at the same
+    relative position. For ciphers that is the correct alignment. --source is the folder with de-en.src-tgt (source |||
+    target, in words), de-en.gold, and so on.
     """
     source = options.source
     sets = bitext_sets.word_alignments(Path(source)) if source else bitext_sets.letters(ready("ciphers-pairs"))
@@ -179,7 +173,7 @@ def alignment(options: Alignment, demos: Callable):
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         errors = {}  # set -> AER by layer
         for name, pairs in sets.items():
-            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in progress(pairs, name)]
+            links = [align(pair, encoder, tokenizer, context) for pair in progress(pairs, name)]
             errors[name] = [crosslingual.alignment_error(layer, pairs) for layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
@@ -189,8 +183,7 @@ def alignment(options: Alignment, demos: Callable):
     rows.append({"encoder": "the diagonal", MEAN: mean} | diagonals)
     for name, percents in PAPER_ALIGNMENT.items() if source else ():
         rows.append({"encoder": f"paper: {name}"} | dict(zip(PAPER_SETS, percents)))
-    title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
-    panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
+    panel = Panel(f"Mean of {', '.join(sets)}", records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)
 
 
@@ -200,7 +193,7 @@ def diagonal(pair: Aligned) -> set[tuple]:
     return {(i, min(round(i * n / m), n - 1)) for i in range(m)}
 
 
-def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list[set]:
+def align(pair: Aligned, encoder, tokenizer: XLMR, context) -> list[set]:
     """The links by layer: pairs of words with an aligned pair of pieces. Sentences that are too long are cut."""
     bos, eos = tokenizer.bos, tokenizer.eos
     room = encoder.config.block_size - 2
@@ -213,8 +206,7 @@ def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list
     states = [torch.cat(crosslingual.hidden_states(encoder, [row], context)[0]) for row in rows]  # (L + 1, T, D) each
     e = states[0][:, 1 : 1 + len(words1)]  # (L + 1, m, D)
     f = states[-1][:, -1 - len(words2) : -1]  # (L + 1, n, D)
-    pi, xi = crosslingual.sinkhorn(e @ f.mT)
-    aligned = crosslingual.itermax(pi) if rounds == 2 else crosslingual.each_others_best(xi)
+    aligned = crosslingual.itermax(crosslingual.sinkhorn(e @ f.mT))
     return [{(words1[i], words2[j]) for i, j in layer.nonzero().tolist()} for layer in aligned]
 
 

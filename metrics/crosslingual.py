@@ -59,17 +59,16 @@ def both_directions(one: Tensor, two: Tensor) -> Tensor:
     return torch.stack([forth, back]).float().mean(dim=2)
 
 
-def sinkhorn(similarity: Tensor, rounds: int = 2) -> tuple[Tensor, Tensor]:
-    """(..., m, n) similarities of the pieces of two sentences -> transport plans pi and xi, as in XLM-Align.
+def sinkhorn(similarity: Tensor, rounds: int = 2) -> Tensor:
+    """(..., m, n) similarities of the pieces of two sentences -> a transport plan, as in XLM-Align.
 
-    Values of 0 or less become 1e-6. Each round scales the columns, then the rows, to sum to 1; xi is the plan before
-    the last scaling of its rows.
+    Values of 0 or less become 1e-6. Each round scales the columns, then the rows, to sum to 1.
     """
     pi = torch.where(similarity > 0, similarity, 1e-6)
     for _ in range(rounds):
-        xi = pi / pi.sum(dim=-2, keepdim=True)
-        pi = xi / xi.sum(dim=-1, keepdim=True)
-    return pi, xi
+        pi = pi / pi.sum(dim=-2, keepdim=True)
+        pi = pi / pi.sum(dim=-1, keepdim=True)
+    return pi
 
 
 def itermax(plan: Tensor, ratio: float = 0.9) -> Tensor:

@@ -7,7 +7,6 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from data.files import progress
 from model import kept_rows
 
 
@@ -92,27 +91,6 @@ def describe_routing(layer: dict) -> str:
         f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
         f"load imbalance {layer['imbalance']:.2f}{dead}, entropy {layer['entropy']:.2f}{positive}"
     )
-
-
-@torch.no_grad()
-def easy_and_hard(model, batches: list[Tensor], context, occurs: int = 20) -> tuple[list, list]:
-    """The 8 tokens that request the fewest experts of the last MoE layer, and the 8 that request the most.
-
-    batches: ids (B, T) without padding; occurs: tokens that are rarer are ignored.
-    """
-    V, watchers, wanted = model.vocab_size, model.moe_layers[-1].watchers, []
-    watchers.append(lambda moe, h, routing, kept: wanted.append(routing.wanted.sum(dim=1).cpu()))
-    model.eval()
-    for ids in progress(batches, "choices of tokens"):
-        with context.autocast():
-            model(context.send(ids))
-    watchers.pop()
-    ids = torch.cat(batches).flatten()
-    count = ids.bincount(minlength=V)
-    mean = ids.bincount(torch.cat(wanted), minlength=V) / count  # nan if it does not occur
-    frequent = (count >= occurs).nonzero().squeeze(1)
-    order = frequent[mean[frequent].argsort(stable=True)].tolist()
-    return order[:8], order[::-1][:8]
 
 
 class Collapse:

@@ -214,11 +214,8 @@ def test_sinkhorn_equals_a_loop_over_columns_and_rows(m, n):
     similarity = plans(m, n, 5)
     before = similarity.clone()
     for rounds in (1, 2, 3):
-        pi, xi = crosslingual.sinkhorn(similarity, rounds)
-        for plan, S in zip(pi, similarity.tolist(), strict=True):
+        for plan, S in zip(crosslingual.sinkhorn(similarity, rounds), similarity.tolist(), strict=True):
             torch.testing.assert_close(plan.tolist(), reference_scores.sinkhorn(S, rounds))
-        torch.testing.assert_close(xi / xi.sum(dim=2, keepdim=True), pi)
-        torch.testing.assert_close(xi.sum(dim=1), torch.ones(5, n, dtype=torch.float64))
     assert torch.equal(similarity, before)
 
 

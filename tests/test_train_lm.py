@@ -6,7 +6,6 @@ What all training scripts share is tested in test_scripts.py and test_run.py.
 import dataclasses
 import json
 import math
-from collections import Counter
 from itertools import groupby
 from statistics import fmean
 
@@ -23,8 +22,8 @@ from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
 from metrics import bits_per_byte, counting, flops
-from metrics.routing import RoutingStats, easy_and_hard
-from routers import NOT_CHOSEN, ROUTERS
+from metrics.routing import RoutingStats
+from routers import ROUTERS
 
 LM = Script(train_lm)
 
@@ -73,9 +72,6 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
         assert sum(layer["load"]) == pytest.approx(1, abs=E * 5e-6)
     assert result["flops_served"] == pytest.approx(expected)
     assert ("forward MFLOPs per token used" in out) == (result["flops_served"] != result["flops"])
-    # Tokens are easy or hard only if the router lets them choose how many experts they get.
-    assert ("easy" in result) == (sparse and ROUTERS[name].K is None)
-    assert ("many: " in out) == ("easy" in result)
 
 
 def test_training_lowers_the_loss(options, monkeypatch):
@@ -155,40 +151,6 @@ def test_counting_baselines_match_literal_loops(options, monkeypatch, capsys):
     expected = {name: bits_per_byte(loss, text) for name, loss in losses_of_run.items()}
     assert result == pytest.approx(expected)
     assert f"counting baselines, bits per byte: unigrams {result['unigrams']:.3f}, " in out
-
-
-def test_easy_tokens_choose_few_experts_and_hard_ones_many(options, monkeypatch):
-    """With a router that chooses 1 + id % E experts for each token; rare tokens are left out."""
-    _, data, net = opened(options | {"n_layer": 4, "split": 1})
-    router = net.moe_layers[-1].router
-    E, forward = router.E, router.forward
-
-    def choose_by_id(h, ids):
-        wanted = torch.arange(E) < 1 + ids.unsqueeze(1) % E
-        return forward(h, ids)._replace(priority=torch.where(wanted, 0, NOT_CHOSEN))
-
-    monkeypatch.setattr(router, "forward", choose_by_id)
-    batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-    counts = Counter(torch.cat([x.flatten() for x in batches]).tolist())
-    frequent = sorted(token for token, count in counts.items() if count >= 3)
-    assert len(frequent) < len(counts)
-    order = sorted(frequent, key=lambda token: token % E)
-    assert order[0] % E == 0
-    assert order[-1] % E == E - 1
-    easy, hard = easy_and_hard(net, batches, setup("cpu", "float32"), occurs=3)
-    assert (easy, hard) == (order[:8], order[:-9:-1])
-    assert not net.training
-    assert not net.moe_layers[-1].watchers
-
-
-def test_a_report_names_easy_and_hard_tokens(options, monkeypatch, capsys):
-    _, data, _ = opened(options)
-    one, two, three = (data.tokenizer.encode_batch([digit])[0][-1] for digit in "123")
-    monkeypatch.setattr(train_lm, "easy_and_hard", lambda *_: ([one, two], [three]))
-    LM.run(options, monkeypatch)
-    out = capsys.readouterr().out
-    assert "few experts in the last MoE layer: 1 2\n" in out
-    assert "many: 3\n" in out
 
 
 def test_a_test_of_an_interrupted_training_says_so(options, monkeypatch, capsys):
