@@ -262,7 +262,7 @@ def forest(rows: list[dict]):
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     axes.set(xticks=[], ylim=(len(rows) - 0.4, -0.6))
     axes.spines[:].set_visible(False)
-    title = "Right of 0 is what the paper says. Blue holds, grey is not significant, light grey is undecided."
-    figure.suptitle(title, fontsize=10)
+    verdicts = "blue holds, orange is the opposite, grey is not significant, light grey is undecided"
+    figure.suptitle(f"Right of 0 is what the paper says: {verdicts}", fontsize=9)
     figure.legend(handles=[*key.values()], ncols=len(key), **KEY)
     return figure
