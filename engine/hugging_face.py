@@ -165,14 +165,13 @@ CARD = """# {name}
 
 Trained with nanoXMoE. Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its
 batch. Generation has no key-value cache: each new token recomputes the whole context. Before you smooth labels with
-Trainer, set tokenizer.padding_side = "right".
+Trainer, set tokenizer.padding_side = "right". FOLDER is the path of this folder.
 
 ```python
 from transformers import {auto}, AutoTokenizer
 
-folder = "."  # this one
-model = {auto}.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 ```
 """
 
