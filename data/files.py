@@ -156,14 +156,14 @@ def read_documents(path: Path, blocks: bool = False, source: Path | None = None)
 
 
 def progress(rows: Iterable, label: str, **options) -> Iterator:
-    """The rows, with a progress bar on rank 0's terminal; without one, a line after 5, 15, 35 seconds and so on."""
+    """The rows, with a progress bar on rank 0's terminal; without one, a line after 5, 15, 35, 55 ... seconds."""
     silent = int(os.environ.get("RANK", 0)) > 0
     bar = tqdm(rows, label, leave=False, delay=1, disable=silent or None, **options)
     pause, last = 5, time.monotonic()
     for number, row in enumerate(bar, start=1):
         yield row
         if bar.disable and not silent and time.monotonic() > last + pause:
-            pause, last = 2 * pause, time.monotonic()
+            pause, last = min(2 * pause, 20), time.monotonic()
             print(f"{label}: {number:,} {f'of {bar.total:,}' if bar.total else 'so far'}", file=sys.stderr)
 
 

@@ -648,7 +648,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys)
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert list(files.progress(range(9), "counting")) == [*range(9)]
     assert list(files.progress(iter("abc"), "reading")) == [*"abc"]
-    lines = [*(f"counting: {n} of 9" for n in (1, 3, 6)), "reading: 1 so far", "reading: 3 so far"]
+    lines = [*(f"counting: {n} of 9" for n in (1, 3, 6, 9)), "reading: 1 so far", "reading: 3 so far"]
     assert capsys.readouterr().err.splitlines() == lines
     monkeypatch.setenv("RANK", "1")
     assert list(files.progress(range(9), "counting")) == [*range(9)]
