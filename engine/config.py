@@ -160,11 +160,22 @@ def parse(default, argv: list[str], description: str):
         type(default),
         args=args,
         default=default,
-        description=description,
+        description="\n\n".join([description, *headings(type(default))]),
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
         console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,
     )
+
+
+def headings(Config: type) -> list[str]:
+    """A line for each heading in the source of the Config, with the options below it."""
+    groups, heading = {}, None
+    for line in inspect.getsource(Config.__mro__[-2]).splitlines():  # not of a class with a router's constants
+        if line.startswith("    # "):
+            heading = line.strip(" #")
+        elif heading and (field := re.match(r"    (\w+): ", line)):
+            groups.setdefault(heading, []).append(field[1])
+    return [f"{heading}: {', '.join(names)}" for heading, names in groups.items()]
 
 
 def constants_of(config) -> dict:

@@ -5,7 +5,7 @@ import math
 from functools import partial
 
 import pytest
-from helpers import Script
+from helpers import ROOT, Script
 
 import finetune_xtreme
 import train_electra
@@ -13,7 +13,7 @@ import train_lm
 import train_mlm
 import train_mt
 from data.files import PREPARED
-from engine.config import LIMITS, check, command_line, identity, run_name
+from engine.config import LIMITS, check, command_line, headings, identity, run_name, with_constants
 from routers import ROUTERS
 
 LM = Script(train_lm)
@@ -132,6 +132,21 @@ def test_help_shows_every_constant_with_its_comment(monkeypatch, capsys):
     for name, after in zip(names, [*names[1:], None]):
         text = out.split(f" --{name} ")[1].split(f" --{after} ")[0]  # INT optimizer steps (default: 500)
         assert not text.split()[1].startswith("(default"), text
+
+
+@pytest.mark.parametrize("script", [train_lm, train_mlm, train_mt, train_electra, finetune_xtreme])
+def test_help_lists_constants_below_the_headings_of_the_source(script, monkeypatch, capsys):
+    """In order, from the first heading on; also with a router's constants, which are below none."""
+    with pytest.raises(SystemExit):
+        Script(script).run({"help": ""}, monkeypatch)
+    help_text, shown = " ".join(capsys.readouterr().out.split()), headings(script.Config)
+    names = [name for line in shown for name in line.rpartition(": ")[2].split(", ")]
+    assert names == [field.name for field in dataclasses.fields(script.Config)][-len(names) :]
+    assert len(names) > 15
+    for line in shown:
+        assert line in help_text
+    own = with_constants(script.Config, f"{ROOT / 'examples/routers_of_today.py'}:bias")
+    assert headings(own) == shown
 
 
 def test_options_may_be_written_in_several_ways():
