@@ -302,32 +302,34 @@ def test_an_effect_in_words_has_its_interval_and_its_seeds(tmp_path, monkeypatch
 
 
 def test_p_is_corrected_by_holms_method():
-    """The smallest p times the number of comparisons, the next one times one less, and so on, never decreasing."""
-    pairs = [{"p": p, "behind": []} for p in (0.03, 0.01, 0.02, 0.5)]
-    claims.correct([*pairs, {"p": 0.0001, "behind": ["first"]}])
+    """The smallest p times the number of claims, the next one times one less, and so on, never decreasing."""
+    pairs = [{"p": p, "notes": []} for p in (0.03, 0.01, 0.02, 0.5)]
+    claims.correct([*pairs, {"p": 0.0001, "notes": ["[loses]"]}], 4)
     assert [pair["corrected"] for pair in pairs] == pytest.approx([0.06, 0.04, 0.06, 0.5])
+    claims.correct(pairs, 6)  # two are not measured yet
+    assert [pair["corrected"] for pair in pairs] == pytest.approx([0.12, 0.06, 0.1, 1.0])
 
 
 @pytest.mark.parametrize(
-    "p, mean, behind, verdict, words",
+    "p, mean, notes, verdict, words",
     [
-        (0.01, 1, [], "holds", "it; p 0.01, corrected 0.02"),
-        (0.01, -1, [], "the opposite", "it; p 0.01, corrected 0.02"),
-        (0.04, 1, [], "no significant difference", "it; p 0.04, corrected 0.08"),
-        (0.01, 1, ["second"], "undecided", "it; loses to counting: the second model"),
-        (0.01, 1, ["first", "second"], "undecided", "it; loses to counting: the first and the second model"),
+        (0.01, 1, [], "holds", "it; p 0.01, corrected 0.03"),
+        (0.01, -1, [], "the opposite", "it; p 0.01, corrected 0.03"),
+        (0.02, 1, [], "not significant", "it; p 0.02, corrected 0.06"),
+        (0.01, 1, ["[the second model loses]"], "undecided", "it; [the second model loses]"),
     ],
 )
-def test_the_primary_comparison_decides_a_claim(tmp_path, monkeypatch, p, mean, behind, verdict, words):
-    """One other comparison of the papers doubles p; our own questions and what is also measured do not count."""
-    worse = {"p": 0.9, "mean": [-1], "words": "worse", "behind": [], "differ": ""}
-    pairs = {"first": worse | {"p": p, "mean": [mean], "words": "it", "behind": behind}, "worse": worse}
+def test_the_primary_comparison_decides_a_claim(tmp_path, monkeypatch, p, mean, notes, verdict, words):
+    """Two other claims of the papers triple p, one of them not measured; our own questions do not count."""
+    worse = {"p": 0.9, "mean": [-1], "words": "worse", "notes": [], "differ": ""}
+    pairs = {"first": worse | {"p": p, "mean": [mean], "words": "it", "notes": notes}, "worse": worse}
+    pairs["loser"] = worse | {"notes": ["[loses]"]}
     monkeypatch.setattr(claims, "effect", lambda folder, pair: dict(pairs[pair]))
-    rows = [{"paper": "XMoE", "primary": "first", "also": ["worse", "worse"]}]
+    rows = [{"paper": "XMoE", "primary": "first", "also": ["worse", "loser"]}, {"paper": "X-MoE", "needs": "a day"}]
     rows += [{"paper": paper, "primary": "worse"} for paper in ("X-MoE", "ours", "ours")]
     write_json(tmp_path / "claims.json", rows)
     claim, *_ = claims.claims(tmp_path)
-    assert [claim["verdict"], claim["effect"], claim["also"]] == [verdict, words, "worse<br>worse"]
+    assert [claim["verdict"], claim["effect"], claim["also"]] == [verdict, words, "worse<br>worse [loses]"]
 
 
 def test_a_claim_without_a_primary_comparison_says_what_it_needs(tmp_path):
@@ -338,7 +340,7 @@ def test_a_claim_without_a_primary_comparison_says_what_it_needs(tmp_path):
 
 def test_the_page_explains_every_verdict():
     page = (RESULTS / "README.md").read_text()
-    for verdict in (*claims.COLORS, "not measured"):
+    for verdict in (*claims.COLORS, claims.UNDECIDED, "not measured"):
         assert f"| *{verdict}* | " in page
 
 
@@ -367,7 +369,7 @@ def write_pair(
             known = {key: value for key, value in constants.items() if key in vars(script.Config())}
             config = identity(script.Config(seed=seed, **known)) | constants | {"side": n}
             config = {key: value for key, value in config.items() if value != "absent"}
-            result = {"config": config, "machine": {"dtype": "float32", "device": "a CPU"}, "flops": 1e9}
+            result = {"config": config, "machine": {"dtype": "float32", "device": "a CPU"}, "flops": 1e9, "code": {}}
             result |= {key: values[n] for key, values in results.items()}
             write_result(folder, f"{script.__name__}/{9 - seed}{name}", result)  # names of runs do not matter
     runs = {"ours": f"{script.__name__}/{9 - seed}", "other": f"{script.__name__}/{9 - seed}{suffix}"}
@@ -450,16 +452,43 @@ MARGINS = {  # script -> a result whose score is higher than that of counting by
     "finetune_xtreme": lambda margin: {
         "languages": {"en": {"f1": 0, "em": 9 + margin}, "x1": {"f1": 0, "em": 0}},
         "counted": {"en": {"f1": 1, "em": 9}, "x1": {"f1": 1, "em": 9}},
+        "guesses": {"en": {"f1": 1, "em": 8}},
     },
 }
 
 
 @pytest.mark.parametrize("script", MARGINS)
-@pytest.mark.parametrize("margins, loses", [((-0.1, 0.1, 0.1), False), ((0.5, -0.1, -0.1), True), ((0, 0), True)])
+@pytest.mark.parametrize("margins, loses", [((-0.1, 0.1, 0.1), False), ((0.5, -0.1, 0, 0.5), True), ((0, 0), True)])
 def test_a_model_loses_to_counting_if_half_of_its_seeds_do(tmp_path, script, margins, loses):
     for seed, margin in enumerate(margins):
-        write_result(tmp_path, f"{script}/{seed}", MARGINS[script](margin) | {"config": {"seed": seed}})
+        config = {"seed": seed} | ({"task": "spans"} if script == "finetune_xtreme" else {})
+        write_result(tmp_path, f"{script}/{seed}", MARGINS[script](margin) | {"config": config})
+    random = {"languages": {"en": {"f1": 1, "em": 7}}, "config": {"seed": 0, "random_weights": True}}
+    write_result(tmp_path, "finetune_xtreme/ciphers-spans-random_weights=True", random)
     assert claims.loses_to_counting(tmp_path, f"{script}/0") == loses
+
+
+@pytest.mark.parametrize("trivial", ["guesses", "random weights"])
+def test_a_fine_tuned_encoder_must_also_beat_a_constant_and_random_weights(tmp_path, trivial):
+    result = MARGINS["finetune_xtreme"](1) | {"config": {"seed": 0, "task": "spans"}}
+    random = {"languages": {"en": {"f1": 1, "em": 11 if trivial == "random weights" else 7}}}
+    random["config"] = {"seed": 0, "random_weights": True}
+    if trivial == "guesses":
+        result["guesses"] = {"en": {"f1": 1, "em": 11}}
+    write_result(tmp_path, "finetune_xtreme/ciphers-spans-random_weights=True", random)
+    write_result(tmp_path, "finetune_xtreme/0", result)
+    assert claims.loses_to_counting(tmp_path, "finetune_xtreme/0")
+
+
+def test_the_pre_training_of_fine_tuned_encoders_is_compared(tmp_path):
+    encoders = write_pair(tmp_path, train_electra, {}, {"steps": 9})
+    models = [f"out/{encoders[side]}" for side in ("ours", "other")]
+    for name, model in zip("ab", models):
+        config = {"task": "tags", "model": model, "seed": 0}
+        machine = {"dtype": "float32", "device": "a CPU"}
+        write_result(tmp_path, f"finetune_xtreme/{name}", {"config": config, "machine": machine, "code": {}})
+    pair = {"ours": "finetune_xtreme/a", "other": "finetune_xtreme/b", "about": ["model"]}
+    assert claims.differing(tmp_path, pair) == ["encoder's side", "encoder's steps", "model"]
 
 
 @pytest.mark.parametrize(
