@@ -306,6 +306,20 @@ def test_a_prepared_corpus_with_another_tokenizer_cannot_test_a_run(options, cor
     )
 
 
+def test_an_exported_run_can_be_routed_differently_like_the_run_itself(options, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    LM.run(options, monkeypatch)
+    run = only_run(options["out_dir"])
+    pretrained.export(run, tmp_path / "exported")
+    losses = []
+    for name in (run, tmp_path / "exported"):
+        folder = tmp_path / f"from {name.name}"
+        LM.run(options | {"router": "topk", "eval_only": True, "init_from": name, "out_dir": folder}, monkeypatch)
+        (file,) = only_run(folder).glob("eval-*.json")
+        losses.append(json.loads(file.read_text())["test"]["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_gpt2_weights_can_be_evaluated_and_trained_further(options, tmp_path, monkeypatch):
     options |= {"router": "dense", "init_from": tmp_path / "gpt2", "out_dir": tmp_path / "out"}
     options |= {"frequency_bias": False, "learning_rate": 1e-9, "min_learning_rate": 0}
