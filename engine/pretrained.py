@@ -104,7 +104,7 @@ def weights_of(path: str | Path, kind: str, vocabulary: str) -> tuple[dict, Weig
         hint = f"pass --data a text file or folder, or prepare the corpus with --tokenizer {path}"
         raise ValueError(f"{path} was trained with another tokenizer than the corpus: {hint}")
     names = {*SIZES, "frequency_bias", "relative_bias"}
-    if saved.constants["router"] == "dense" and not is_run(folder):  # GPT-2 or XLM-R
+    if saved.constants["router"] == "dense" and not is_run(folder):  # such as GPT-2
         names |= LAYOUTS[kind].constants.keys()
     return {name: value for name, value in saved.constants.items() if name in names}, saved.weights
 

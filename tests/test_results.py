@@ -430,6 +430,14 @@ def test_a_constant_that_one_run_lacks_is_refused_if_it_reads_it(tmp_path, const
         claims.differing(tmp_path, pair)
 
 
+def test_seeds_without_recorded_code_are_counted(tmp_path):
+    pair = write_pair(tmp_path, train_lm, {}, {})
+    for name, changes in {pair["ours"]: {}, pair["other"]: {"code": {}}}.items():
+        result = {key: value for key, value in claims.results_of(tmp_path)[name].items() if key != "code"}
+        write_result(tmp_path, name, result | changes)
+    assert claims.differing(tmp_path, pair) == ["side", "unrecorded code in 1 of 3 seeds"]
+
+
 def test_seeds_on_other_processors_or_with_other_code_are_counted(tmp_path):
     """A file that only one run uses, such as a router's, is no difference in code."""
     versions = {"model.py": "a", "mine.py": "a"}, {"model.py": "a"}
@@ -481,14 +489,15 @@ def test_a_fine_tuned_encoder_must_also_beat_a_constant_and_random_weights(tmp_p
 
 
 def test_the_pre_training_of_fine_tuned_encoders_is_compared(tmp_path):
-    encoders = write_pair(tmp_path, train_electra, {}, {"steps": 9})
+    """Without the constants that only one of them reads, here the rate of the relative bias."""
+    encoders = write_pair(tmp_path, train_electra, {}, {"relative_bias": False, "rel_bias_lr": "absent"})
     models = [f"out/{encoders[side]}" for side in ("ours", "other")]
     for name, model in zip("ab", models):
         config = {"task": "tags", "model": model, "seed": 0}
         machine = {"dtype": "float32", "device": "a CPU"}
         write_result(tmp_path, f"finetune_xtreme/{name}", {"config": config, "machine": machine, "code": {}})
     pair = {"ours": "finetune_xtreme/a", "other": "finetune_xtreme/b", "about": ["model"]}
-    assert claims.differing(tmp_path, pair) == ["encoder's side", "encoder's steps", "model"]
+    assert claims.differing(tmp_path, pair) == ["encoder's relative_bias", "encoder's side", "model"]
 
 
 @pytest.mark.parametrize(

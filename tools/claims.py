@@ -30,13 +30,12 @@ from engine.files import from_json
 OURS = "ours"  # in place of a paper, the questions that no paper asks
 PERCENT = partial(operator.mul, 100)
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
-
-
 NUMBERS = {  # number -> the unit of its differences, and a scale on which higher is what the papers want
     "perplexity": ("% in perplexity", lambda x: -100 * math.log(x)),
     "BLEU": (" BLEU", float),
     "positive": (" points of positive activations", PERCENT),
     "RC": (" doublings of RC", math.log2),
+    "RC at first": (" doublings of RC", math.log2),
     "RF": (" points of RF", lambda x: -100 * x),
     "translations found": (" points of translations found", PERCENT),
     "found, centred": (" points of translations found", PERCENT),
@@ -44,7 +43,6 @@ NUMBERS = {  # number -> the unit of its differences, and a scale on which highe
     "EM": (" points", float),
     "English ahead by": (" points of the gap to English", lambda x: -x),
 }
-NUMBERS["RC at first"] = NUMBERS["RC"]
 COUNTING = {  # script -> 1 if higher is better, else -1; where a result has its score, and a trivial method's
     "train_lm": (-1, "test bpb", "counting bigrams"),
     "train_mlm": (-1, "valid ppl", "counting neighbours ppl"),
@@ -73,6 +71,7 @@ def results_of(folder: Path) -> dict[str, dict]:
     return results
 
 
+@cache
 def claims(folder: Path) -> list[dict]:
     """Each claim with its effects in words and its verdict."""
     rows = from_json((folder / "claims.json").read_text())
@@ -224,8 +223,9 @@ def result_of(folder: Path, name: str) -> dict:
 
 def by_seed(folder: Path, run: str) -> dict[int, dict]:
     """{seed: result} of SCRIPT/RUN and of the runs that differ from it only in their seed."""
-    config = result_of(folder, run)["config"]
-    results = [result for result in results_of(folder).values() if not unequal(config, result.get("config", {}))]
+    config, kind = result_of(folder, run)["config"], Path(run).parent.name
+    runs = [result for name, result in results_of(folder).items() if Path(name).parent.name == kind]
+    results = [result for result in runs if not unequal(config, result.get("config", {}))]
     return {result["config"]["seed"]: result for result in sorted(results, key=lambda x: x["config"]["seed"])}
 
 

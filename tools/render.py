@@ -140,6 +140,7 @@ def main(add: tuple[Path, ...] = (), check: bool = False, root: Path = RESULTS.p
         for path in add:
             add_result(folder, path)
         results_of.cache_clear()
+        claims.cache_clear()
         for page in (root / "README.md", *sorted(folder.glob("*.md"))):
             text = page.read_text()
             filled = fill(text, folder)
